@@ -1,0 +1,165 @@
+"""Events to bytes and back: the Confluent wire format (0x00, schema id, Avro), with spilling to blobs.
+
+An event stays under 256 KB on the log: a larger one is written as a blob, and a `Spilled` record that names it takes
+its place, unseen by whoever appends and reads.
+"""
+
+import io
+import struct
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import fastavro
+import msgspec
+from fastavro.types import Schema
+
+from schemas.blobs import Blobs
+from schemas.errors import BlobDamaged, Undecodable
+from schemas.events import EVENTS, Event
+from schemas.generate import NAMESPACE, schema_of
+from schemas.registry import Registry
+from schemas.topics import TOPIC_BY_EVENT, TOPICS
+
+EVENT_BYTES_MAX = 256 * 1024
+_HEADER = struct.Struct(">bI")
+_MAGIC = 0
+
+
+class Spilled(msgspec.Struct, frozen=True):
+    """Stands on the log for an event that was too large for it."""
+
+    record: str
+    uri: str
+    sha256: str
+    size_bytes: int
+
+    schema: ClassVar[dict[str, Any]] = {
+        "type": "record",
+        "name": "Spilled",
+        "namespace": NAMESPACE,
+        "doc": "An event too large for the log: the blob holds its wire bytes.",
+        "fields": [
+            {"name": "record", "type": "string"},
+            {"name": "uri", "type": "string"},
+            {"name": "sha256", "type": "string"},
+            {"name": "size_bytes", "type": "long"},
+        ],
+    }
+
+
+_CLASSES: Mapping[str, type[Event]] = {f"{NAMESPACE}.{kind.__name__}": kind for kind in EVENTS}
+_SPILLED = f"{NAMESPACE}.Spilled"
+
+
+class _Writer:
+    """What is needed to write one record on one topic, made once."""
+
+    def __init__(self, registry: Registry, topic: str, schema: dict[str, Any]) -> None:
+        name = f"{schema['namespace']}.{schema['name']}"
+        self.header = _HEADER.pack(_MAGIC, registry.id_of(f"{topic}-{name}", schema))
+        self.parsed: Schema = fastavro.parse_schema(schema)
+
+    def write(self, record: dict[str, Any]) -> bytes:
+        buffer = io.BytesIO()
+        buffer.write(self.header)
+        fastavro.schemaless_writer(buffer, self.parsed, record)
+        return buffer.getvalue()
+
+
+class _Reader:
+    """How to read one schema id: the writer's schema, ours if it differs, and the class."""
+
+    def __init__(self, written: dict[str, Any]) -> None:
+        self.name = f"{written.get('namespace', '')}.{written.get('name', '')}"
+        self.written: Schema = fastavro.parse_schema(written)
+        ours = Spilled.schema if self.name == _SPILLED else _own_schema(self.name)
+        # resolution costs time, so it is asked for only where an older or newer writer makes it needed
+        self.expected: Schema | None = None if written == ours else fastavro.parse_schema(ours)
+        self.event_class: type[Event] | type[Spilled] = Spilled if self.name == _SPILLED else _CLASSES[self.name]
+
+
+def _own_schema(name: str) -> dict[str, Any]:
+    if name not in _CLASSES:
+        raise Undecodable(f"unknown record {name}")
+    return schema_of(_CLASSES[name])
+
+
+class Codec:
+    """Turns events into wire bytes and back. One per process; safe to share between threads."""
+
+    def __init__(self, registry: Registry, blobs: Blobs) -> None:
+        self._registry = registry
+        self._blobs = blobs
+        self._writers: dict[type[Event], _Writer] = {}
+        self._spill_writers: dict[str, _Writer] = {}
+        self._readers: dict[int, _Reader] = {}
+
+    def register_all(self) -> None:
+        """Registers every schema of the map, so that a broken registry or an incompatible change shows at the start."""
+        for topic in TOPICS:
+            for event_class in topic.events:
+                self._writer(event_class)
+
+    def encode(self, event: Event) -> bytes:
+        """Wire bytes of an event, for the one topic it belongs on."""
+        data = self._writer(type(event)).write(msgspec.to_builtins(event, builtin_types=(bytes,)))
+        return data if len(data) <= EVENT_BYTES_MAX else self._spill(event, data)
+
+    def decode(self, data: bytes, topic: str | None = None) -> Event:
+        """The event behind wire bytes. Raises Undecodable with the reason; never anything else for bad bytes."""
+        decoded = self._read(data)
+        if isinstance(decoded, Spilled):
+            decoded = self._read(self._fetch(decoded))
+        if isinstance(decoded, Spilled):
+            raise Undecodable("a spilled event names another spilled event")
+        if topic is not None and TOPIC_BY_EVENT[type(decoded)].name != topic:
+            raise Undecodable(f"{type(decoded).__name__} does not belong on topic {topic}")
+        return decoded
+
+    def _writer(self, event_class: type[Event]) -> _Writer:
+        writer = self._writers.get(event_class)
+        if writer is None:
+            writer = _Writer(self._registry, TOPIC_BY_EVENT[event_class].name, schema_of(event_class))
+            self._writers[event_class] = writer
+        return writer
+
+    def _spill(self, event: Event, data: bytes) -> bytes:
+        topic = TOPIC_BY_EVENT[type(event)].name
+        if topic not in self._spill_writers:
+            self._spill_writers[topic] = _Writer(self._registry, topic, Spilled.schema)
+        uri, sha256 = self._blobs.put(data)
+        spilled = Spilled(type(event).__name__, uri, sha256, len(data))
+        return self._spill_writers[topic].write(msgspec.to_builtins(spilled))
+
+    def _fetch(self, spilled: Spilled) -> bytes:
+        try:
+            return self._blobs.get(spilled.uri, spilled.sha256)
+        except BlobDamaged as error:
+            raise Undecodable(str(error)) from error
+
+    def _read(self, data: bytes) -> Event | Spilled:
+        if len(data) < _HEADER.size or data[0] != _MAGIC:
+            raise Undecodable("no Confluent wire header")
+        reader = self._reader(_HEADER.unpack_from(data)[1])
+        stream = io.BytesIO(data)
+        stream.seek(_HEADER.size)
+        try:
+            record = fastavro.schemaless_reader(stream, reader.written, reader.expected)
+        except Exception as error:  # fastavro raises whatever the bytes made it stumble over
+            raise Undecodable(f"{reader.name} cannot be read: {type(error).__name__}: {error}") from error
+        if stream.read(1):
+            raise Undecodable(f"{reader.name} has bytes after its end")
+        try:
+            return msgspec.convert(record, reader.event_class, strict=True)
+        except msgspec.ValidationError as error:
+            raise Undecodable(f"{reader.name} is not valid: {error}") from error
+
+    def _reader(self, schema_id: int) -> _Reader:
+        reader = self._readers.get(schema_id)
+        if reader is None:
+            try:
+                reader = _Reader(self._registry.schema_of(schema_id))
+            except KeyError as error:
+                raise Undecodable(f"unknown schema id {schema_id}") from error
+            self._readers[schema_id] = reader
+        return reader

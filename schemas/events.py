@@ -1,0 +1,467 @@
+"""Every fact of the log, in the order of the flow. One fact = one record = one .avsc = one frozen class.
+
+The classes are the source: `python -m schemas.generate` writes schemas/avro/NN_*.avsc from them, and a test fails when the
+two differ. A string under a field is that field's documentation, here and in the schema. Every event starts with the
+same `meta`, so a tool call, an observation, a reward and a weight version are all messages of one kind.
+
+Token ids are packed little-endian int32 and log-probabilities float32 (schemas.packed), never lists.
+This file is pure: no clock, no random, no client library.
+"""
+
+from typing import ClassVar, Literal
+
+from msgspec import Struct
+
+Purpose = Literal["train", "eval", "demonstrate", "replay"]
+EndedBy = Literal["answered", "turn_limit", "token_limit", "deadline", "agent_error", "infra_error", "cancelled"]
+ErrorKind = Literal["agent", "tool", "infra"]
+Verdict = Literal["scored", "excluded"]
+StepKind = Literal["initial", "sft", "grpo"]
+WeightsKind = Literal["full", "lora", "delta"]
+Command = Literal["pause", "resume", "drain", "hold", "release", "promote", "roll_back"]
+
+
+class Meta(Struct, frozen=True, kw_only=True):
+    """The envelope that every message carries."""
+
+    id: str
+    "UUIDv7 for first-hand facts; for derived facts a UUIDv5 of kind, inputs and code version, so a repeat has the same id"
+    run_id: str
+    "the run it belongs to"
+    session_id: str | None = None
+    "what it was asked for within the run: the cold start, the training, one evaluation"
+    task_id: str | None = None
+    group_id: str | None = None
+    trajectory_id: str | None = None
+    attempt_id: str | None = None
+    "made by the worker that starts a rollout: a redelivery or a second worker is another attempt"
+    seq: int | None = None
+    "0, 1, 2 … per attempt without gaps"
+    category: str
+    "what kind of traffic: task, request, rollout, turn, tool_call, observation, trajectory, reward, weights …"
+    topic: str
+    "the topic it was written to"
+    sender: str
+    receiver: str | None = None
+    caller: str | None = None
+    priority: int = 0
+    headers: dict[str, str] = {}
+    "carries the W3C traceparent"
+    timestamp: int
+    "microseconds since the epoch, event time"
+    correlation_id: str | None = None
+    "the request this answers"
+    causation_id: str | None = None
+    "the event that caused this one"
+    idempotency_key: str | None = None
+    purpose: Purpose | None = None
+    "set by the request and kept by all that follows; the cutter takes train and replay only"
+    policy_version: int | None = None
+    "the weights that were serving"
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """A fact on the log. `number` is its place in the flow and the prefix of its .avsc file."""
+
+    number: ClassVar[int] = 0
+    meta: Meta
+
+
+class Address(Struct, frozen=True):
+    """Where an event stands on the log."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class Sampling(Struct, frozen=True, kw_only=True):
+    """How turns are drawn from the policy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens_per_turn: int = 64
+    turns_max: int = 6
+    tokens_max: int = 512
+
+
+class Task(Struct, frozen=True, kw_only=True):
+    """What is asked, in which world, with which tools, and how it will be judged."""
+
+    prompt: str
+    reference: str | None
+    "the right answer; scorers see it, agents never do"
+    agent: str
+    "name of the agent definition in the job"
+    toolset: list[str]
+    world: str
+    "JSON of the world: files, tables, keys and perturbations"
+    scorers: list[str]
+    group_size: int
+    split: str
+    tags: dict[str, str] = {}
+
+
+class TaskSubmitted(Event, frozen=True, kw_only=True):
+    """A task was put to the field."""
+
+    number: ClassVar[int] = 1
+    task: Task
+    sampling: Sampling
+    required_version: int | None = None
+    "an evaluation names the weights it judges; its rollouts wait until servers hold them"
+
+
+class RolloutRequested(Event, frozen=True, kw_only=True):
+    """The scheduler asked for one attempt at one member of a group."""
+
+    number: ClassVar[int] = 2
+    task: Task
+    index: int
+    "place in the group, 0 … group_size - 1"
+    seed: int
+    sampling: Sampling
+    deadline: int
+    "microseconds since the epoch"
+    required_version: int | None = None
+    retry: int = 0
+    "how often this member was asked for before"
+
+
+class RolloutStarted(Event, frozen=True, kw_only=True):
+    """A worker began an attempt. Seq 0 of the attempt."""
+
+    number: ClassVar[int] = 3
+    task: Task
+    index: int
+    seed: int
+    worker: str
+    sandbox: str | None
+    isolation: str
+    prompt_tokens: bytes
+    template_hash: str
+    tools_hash: str
+    world_hash: str
+    required_version: int | None = None
+
+
+class VersionSpan(Struct, frozen=True, kw_only=True):
+    """Tokens start … end - 1 of a turn were sampled by this weight version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class TurnGenerated(Event, frozen=True, kw_only=True):
+    """The policy sampled one turn."""
+
+    number: ClassVar[int] = 4
+    agent: str
+    text: str
+    "what the ids decode to, for people and parsers; never re-tokenised"
+    tokens: bytes
+    logprobs: bytes
+    "as sampled (processed); empty for a teacher, whose turns serve SFT and never RL"
+    versions: list[VersionSpan]
+    "which weights sampled which tokens, as the server says; empty for a teacher"
+    sampling: Sampling
+    finish_reason: str
+    milliseconds: float
+
+
+class ToolCalled(Event, frozen=True, kw_only=True):
+    """The agent asked for a tool."""
+
+    number: ClassVar[int] = 5
+    call_id: str
+    agent: str
+    tool: str
+    arguments: str
+    "JSON as the agent wrote it"
+
+
+class ToolObserved(Event, frozen=True, kw_only=True):
+    """What came back to the agent, and the ids it read it as."""
+
+    number: ClassVar[int] = 6
+    call_id: str
+    tool: str
+    content: str
+    is_error: bool
+    error_kind: ErrorKind | None
+    milliseconds: float
+    blobs: list[str]
+    perturbation: str | None
+    "JSON of what the perturbation layer did to this observation"
+    tokens: bytes
+    "observation and the header of the next turn, appended to the sampled ids"
+
+
+class AgentMessaged(Event, frozen=True, kw_only=True):
+    """A hand-off, delegation or reply between agents of a topology."""
+
+    number: ClassVar[int] = 7
+    kind: str
+    content: str
+    tokens: bytes
+
+
+class RolloutEnded(Event, frozen=True, kw_only=True):
+    """The attempt is over. Its seq says how many messages there are."""
+
+    number: ClassVar[int] = 8
+    ended_by: EndedBy
+    answer: str | None
+    reason: str | None
+    "what went wrong, when something did"
+    turns: int
+    tokens_sampled: int
+    tokens_read: int
+    milliseconds: float
+    cost: float
+
+
+class Segment(Struct, frozen=True, kw_only=True):
+    """A stretch of tokens from one source."""
+
+    start: int
+    end: int
+    agent: str
+    policy_version: int | None
+    "null for what the policy did not say"
+
+
+class Utterance(Struct, frozen=True, kw_only=True):
+    """One entry of a transcript, for people and judges."""
+
+    role: str
+    name: str | None
+    content: str
+    is_error: bool = False
+    perturbation: str | None = None
+
+
+class TrajectoryAssembled(Event, frozen=True, kw_only=True):
+    """One whole attempt: what the model saw and said, token by token."""
+
+    number: ClassVar[int] = 9
+    task: Task
+    index: int
+    seed: int
+    tokens: bytes
+    loss_mask: bytes
+    "one byte a token, 1 = sampled by the policy"
+    logprobs: bytes
+    "one float32 a token, 0 where the mask is 0; empty for a teacher"
+    segments: list[Segment]
+    transcript: list[Utterance]
+    answer: str | None
+    ended_by: EndedBy
+    reason: str | None
+    turns: int
+    tokens_sampled: int
+    policy_version_oldest: int | None
+    "oldest weights among the sampled tokens; null when nothing was sampled by a versioned policy"
+    template_hash: str
+    tools_hash: str
+    world_hash: str
+    cost: float
+
+
+class RewardAssigned(Event, frozen=True, kw_only=True):
+    """One scorer's judgement of one attempt."""
+
+    number: ClassVar[int] = 10
+    trajectory: Address
+    index: int
+    group_size: int
+    scorers: list[str]
+    "all scorers of the task: the group waits for each of them"
+    scorer: str
+    scorer_version: str
+    score: float
+    parts: dict[str, float]
+    evidence: str
+    verdict: Verdict
+    excluded_because: str | None
+    ended_by: EndedBy
+    tokens_sampled: int
+    policy_version_oldest: int | None
+
+
+class GroupMember(Struct, frozen=True, kw_only=True):
+    """One member of a group, filled by the first attempt that ended other than by infra_error."""
+
+    index: int
+    trajectory_id: str
+    attempt_id: str
+    trajectory: Address
+    reward: float
+    advantage: float
+    valid: bool
+    tokens_sampled: int
+    policy_version_oldest: int | None
+
+
+class GroupCompleted(Event, frozen=True, kw_only=True):
+    """All members of a group have ended."""
+
+    number: ClassVar[int] = 11
+    scorer_set: str
+    members: list[GroupMember]
+    reward_mean: float
+    reward_deviation: float
+    dropped_because: str | None
+    "zero_variance or too_few_valid: such a group teaches nothing and more work is asked for instead"
+
+
+class BatchMember(Struct, frozen=True, kw_only=True):
+    """One trajectory of a batch, by address."""
+
+    trajectory_id: str
+    group_id: str
+    trajectory: Address
+    reward: float
+    advantage: float
+
+
+class Position(Struct, frozen=True, kw_only=True):
+    """How far a reader of one partition has come: the offset it reads next."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class BatchCut(Event, frozen=True, kw_only=True):
+    """Groups were cut into a batch, in total order."""
+
+    number: ClassVar[int] = 12
+    index: int
+    "0, 1, 2 … per run"
+    base_version: int
+    "the weights this batch will be trained on"
+    members: list[BatchMember]
+    groups: list[str]
+    tokens_sampled: int
+    policy_floor: int
+    "oldest policy version in the batch"
+    groups_stale: list[str]
+    "dropped since the batch before, because a member was older than allowed"
+    groups_dropped: dict[str, int]
+    "passed over since the batch before, by reason"
+    positions: list[Position]
+    "how far the groups topic is consumed by this cut; the cutter's whole state is read back from here"
+
+
+class StepTaken(Event, frozen=True, kw_only=True):
+    """The trainer made new weights."""
+
+    number: ClassVar[int] = 13
+    kind: StepKind
+    batch_id: str | None
+    base_version: int | None
+    new_version: int
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    code_hash: str
+    config_hash: str
+
+
+class WeightsFile(Struct, frozen=True, kw_only=True):
+    """One file of a weight version."""
+
+    name: str
+    uri: str
+    sha256: str
+    size_bytes: int
+
+
+class Probe(Struct, frozen=True, kw_only=True):
+    """A prompt and the trainer's own log-probabilities of it: a server that serves these weights must agree."""
+
+    tokens: bytes
+    logprobs: bytes
+    "of tokens 1 … n - 1 given those before"
+
+
+class WeightsPublished(Event, frozen=True, kw_only=True):
+    """A weight version exists, is whole and is named by digest."""
+
+    number: ClassVar[int] = 14
+    version: int
+    base_version: int | None
+    kind: WeightsKind
+    files: list[WeightsFile]
+    "what a server needs to serve it"
+    checkpoint: list[WeightsFile]
+    "what the trainer needs besides to go on from it"
+    batches: list[str]
+    probe: Probe
+
+
+class WeightsLoaded(Event, frozen=True, kw_only=True):
+    """A server serves a version, verified; or it refused, and why."""
+
+    number: ClassVar[int] = 15
+    server: str
+    version: int
+    digest: str
+    probe_gap: float | None
+    "greatest difference between the server's and the trainer's log-probabilities of the probe"
+    seconds: float
+    refusal: str | None
+
+
+class ControlIssued(Event, frozen=True, kw_only=True):
+    """Somebody steered the run."""
+
+    number: ClassVar[int] = 16
+    command: Command
+    version: int | None
+    requested_by: str
+    reason: str
+
+
+class WorkerSeen(Event, frozen=True, kw_only=True):
+    """A heartbeat."""
+
+    number: ClassVar[int] = 17
+    worker: str
+    role: str
+    load: dict[str, float]
+    "named figures: memory_bytes, busy_share, running …"
+
+
+class EventRejected(Event, frozen=True, kw_only=True):
+    """A message that a stage could not take, whole and with its address."""
+
+    number: ClassVar[int] = 99
+    original: bytes
+    original_key: bytes | None
+    origin: Address
+    stage: str
+    reason: str
+
+
+EVENTS: tuple[type[Event], ...] = (
+    TaskSubmitted,
+    RolloutRequested,
+    RolloutStarted,
+    TurnGenerated,
+    ToolCalled,
+    ToolObserved,
+    AgentMessaged,
+    RolloutEnded,
+    TrajectoryAssembled,
+    RewardAssigned,
+    GroupCompleted,
+    BatchCut,
+    StepTaken,
+    WeightsPublished,
+    WeightsLoaded,
+    ControlIssued,
+    WorkerSeen,
+    EventRejected,
+)

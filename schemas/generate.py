@@ -1,0 +1,101 @@
+"""Writes schemas/avro/NN_*.avsc from the event classes: `python -m schemas.generate`."""
+
+import ast
+import inspect
+import json
+import re
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from schemas import events
+from schemas.events import EVENTS, Event
+
+NAMESPACE = "replayground"
+AVRO_FOLDER = Path(__file__).parent / "avro"
+_PRIMITIVES: dict[type, str] = {str: "string", int: "long", float: "double", bool: "boolean", bytes: "bytes"}
+
+Schema = dict[str, Any] | list[Any] | str
+
+
+def schema_of(event_class: type[Event]) -> dict[str, Any]:
+    """The Avro schema of an event class."""
+    return _record(event_class, set())
+
+
+def file_of(event_class: type[Event]) -> Path:
+    snake = re.sub(r"(?<!^)(?=[A-Z])", "_", event_class.__name__).lower()
+    return AVRO_FOLDER / f"{event_class.number:02d}_{snake}.avsc"
+
+
+def rendered(event_class: type[Event]) -> str:
+    return json.dumps(schema_of(event_class), indent=2, ensure_ascii=False) + "\n"
+
+
+def _record(struct: type[msgspec.Struct], defined: set[str]) -> dict[str, Any]:
+    defined.add(struct.__name__)
+    docs = _field_docs().get(struct.__name__, {})
+    fields = [_field(field, docs.get(field.name), defined) for field in msgspec.structs.fields(struct)]
+    return {
+        "type": "record",
+        "name": struct.__name__,
+        "namespace": NAMESPACE,
+        "doc": inspect.cleandoc(struct.__doc__ or ""),
+        "fields": fields,
+    }
+
+
+def _field(field: msgspec.structs.FieldInfo, doc: str | None, defined: set[str]) -> dict[str, Any]:
+    schema: dict[str, Any] = {"name": field.name, "type": _type(field.type, defined)}
+    if doc:
+        schema["doc"] = doc
+    if field.default is not msgspec.NODEFAULT:
+        schema["default"] = msgspec.to_builtins(field.default)
+    elif field.default_factory is not msgspec.NODEFAULT:
+        schema["default"] = field.default_factory()
+    return schema
+
+
+def _type(annotation: Any, defined: set[str]) -> Schema:
+    origin = get_origin(annotation)
+    if annotation in _PRIMITIVES:
+        return _PRIMITIVES[annotation]
+    if origin is Literal:
+        return "string"
+    if origin in (types.UnionType, Union):
+        return ["null", *(_type(part, defined) for part in get_args(annotation) if part is not type(None))]
+    if origin is list:
+        return {"type": "array", "items": _type(get_args(annotation)[0], defined)}
+    if origin is dict:
+        return {"type": "map", "values": _type(get_args(annotation)[1], defined)}
+    if annotation.__name__ in defined:
+        return f"{NAMESPACE}.{annotation.__name__}"
+    return _record(annotation, defined)
+
+
+@cache
+def _field_docs() -> dict[str, dict[str, str]]:
+    """The strings that stand under the fields of schemas.events."""
+    tree = ast.parse(inspect.getsource(events))
+    return {node.name: _docs_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _docs_of(node: ast.ClassDef) -> dict[str, str]:
+    docs: dict[str, str] = {}
+    for field, following in zip(node.body, node.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(following, ast.Expr):
+            docs[field.target.id] = ast.literal_eval(following.value)
+    return docs
+
+
+def main() -> None:
+    AVRO_FOLDER.mkdir(exist_ok=True)
+    for event_class in EVENTS:
+        file_of(event_class).write_text(rendered(event_class))
+
+
+if __name__ == "__main__":
+    main()

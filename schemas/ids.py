@@ -1,0 +1,29 @@
+"""Identifiers: UUIDv7 for what happened first-hand, UUIDv5 for what follows from it.
+
+A derived fact has the same id however often it is derived, so whoever reads it twice can tell.
+"""
+
+import os
+import time
+import uuid
+
+_NAMESPACE = uuid.UUID("6f0d8a52-8a4c-5d5b-9d55-7265706c6179")
+
+
+def now_microseconds() -> int:
+    return time.time_ns() // 1000
+
+
+def new_id(timestamp_microseconds: int | None = None) -> str:
+    """A UUIDv7: sortable by time, unique by 74 random bits."""
+    milliseconds = (now_microseconds() if timestamp_microseconds is None else timestamp_microseconds) // 1000
+    random_bits = int.from_bytes(os.urandom(10), "big")
+    value = (milliseconds & 0xFFFF_FFFF_FFFF) << 80
+    value |= 0x7 << 76 | (random_bits >> 62 & 0xFFF) << 64
+    value |= 0b10 << 62 | random_bits & 0x3FFF_FFFF_FFFF_FFFF
+    return str(uuid.UUID(int=value))
+
+
+def derived_id(kind: str, *inputs: object) -> str:
+    """A UUIDv5 of the kind of fact and everything it was derived from."""
+    return str(uuid.uuid5(_NAMESPACE, "\x1f".join((kind, *map(str, inputs)))))

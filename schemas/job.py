@@ -1,0 +1,107 @@
+"""A job is a Python module: what is practised, with which tools of one's own, judged by which scorers.
+
+def tasks(split, seed) -> Iterator[Task]
+    Endless. `split` is "train" or "heldout"; the same seed gives the same tasks.
+SYSTEM_PROMPT: str
+    Optional. What the agent reads before the task.
+TOOLS: tuple
+    Optional. Tools of one's own (sandboxes.tools).
+SCORERS: tuple[Scorer, ...]
+    Optional. Scorers of one's own beside exact_match.
+def demonstrate(task, turns, seed) -> str
+    Optional. The next turn of a scripted teacher, given the (said, observed) pairs so far.
+def texts(seed) -> Iterator[str]
+    Optional. Sample texts that a tokenizer is fitted to when the model is made from nothing.
+SCAFFOLD: tuple[str, ...]
+    Optional. Pieces of text that such a tokenizer knows as one token each.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from schemas.errors import BadInput
+from schemas.events import Task, TrajectoryAssembled
+
+
+class Score(Struct, frozen=True, kw_only=True):
+    """A judgement. `excluded_because` takes the trajectory out of its group instead of giving it a score."""
+
+    score: float
+    parts: dict[str, float] = {}
+    evidence: str = ""
+    excluded_because: str | None = None
+
+
+class Scorer(Protocol):
+    """Judges a trajectory. Offline scorers are pure: the same trajectory always gets the same score."""
+
+    name: str
+    version: str
+
+    def score(self, trajectory: TrajectoryAssembled) -> Score: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """A loaded job module, checked."""
+
+    name: str
+    tasks: Callable[[str, int], Iterator[Task]]
+    system_prompt: str
+    tools: tuple[Any, ...]
+    scorers: tuple[Scorer, ...]
+    demonstrate: Callable[[Task, list[tuple[str, str]], int], str] | None
+    texts: Callable[[int], Iterator[str]] | None
+    scaffold: tuple[str, ...] = ()
+
+
+def load_job(module: str) -> Job:
+    """Loads a job by dotted name or by path of a .py file. Raises BadInput."""
+    loaded = _from_file(Path(module)) if module.endswith(".py") else _from_name(module)
+    tasks = getattr(loaded, "tasks", None)
+    if not callable(tasks):
+        raise BadInput(
+            f"job module {module} has no function tasks(split, seed): see schemas/job.py for what a job needs"
+        )
+    return Job(
+        name=loaded.__name__,
+        tasks=tasks,
+        system_prompt=getattr(loaded, "SYSTEM_PROMPT", ""),
+        tools=tuple(getattr(loaded, "TOOLS", ())),
+        scorers=tuple(getattr(loaded, "SCORERS", ())),
+        demonstrate=getattr(loaded, "demonstrate", None),
+        texts=getattr(loaded, "texts", None),
+        scaffold=tuple(getattr(loaded, "SCAFFOLD", ())),
+    )
+
+
+def _from_name(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise BadInput(
+            f"job module {name} cannot be imported: {error}; set [job] module to a dotted name or a .py file"
+        ) from error
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise BadInput(f"job module {path} does not exist: set [job] module to a .py file beside the TOML file")
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[path.stem] = module  # classes defined in it must be able to find their module
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:  # whatever the person's module raises, it is the module that is wrong
+        raise BadInput(f"job module {path} fails when loaded: {type(error).__name__}: {error}") from error
+    return module

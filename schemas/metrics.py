@@ -1,0 +1,65 @@
+"""What programs tell of themselves: a closed list of figures with a sentence each, and the pulse that carries them.
+
+The harness that runs a program (deploy.serve) turns its pulse into WorkerSeen heartbeats and a Prometheus page.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+FIGURES: dict[str, str] = {
+    "events_read": "events taken from the log since the start",
+    "events_written": "events appended to the log since the start",
+    "rejected": "messages written to dead-letters since the start",
+    "lag": "messages on the log that this program has not taken yet",
+    "running": "rollouts under way",
+    "waiting": "rollouts asked for that no slot has taken yet",
+    "tokens_sampled": "tokens sampled since the start",
+    "turns": "turns sampled since the start",
+    "sandboxes": "sandboxes open",
+    "busy_seconds": "seconds spent on the program's own work since the start",
+    "version": "newest weight version that this program knows or serves",
+    "step": "optimizer steps taken in this run",
+    "progress": "share of a long piece of work that is done, 0 to 1",
+    "memory_bytes": "resident memory of the program and its children",
+    "memory_bytes_peak": "highest resident memory seen by the harness",
+    "cpu_seconds": "processor time of the program and its children",
+}
+
+
+class Pulse:
+    """A program's figures. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._figures: dict[str, float] = {}
+        self.detail = ""
+        "one short sentence on what the program is doing now"
+
+    def count(self, name: str, amount: float = 1) -> None:
+        with self._lock:
+            self._figures[_known(name)] = self._figures.get(name, 0.0) + amount
+
+    def gauge(self, name: str, value: float) -> None:
+        with self._lock:
+            self._figures[_known(name)] = float(value)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts the seconds of the block as the program's own work."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.count("busy_seconds", time.monotonic() - began)
+
+    def figures(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._figures)
+
+
+def _known(name: str) -> str:
+    if name not in FIGURES:
+        raise KeyError(f"{name} is not a figure of schemas.metrics.FIGURES")
+    return name

@@ -1,0 +1,79 @@
+"""Schema registries: one that speaks the Confluent API, and one in memory that ships with the in-memory log.
+
+Ids are cached in the process: a registry that is down does not stop a program that knows its schemas.
+"""
+
+import json
+from typing import Any, Protocol
+
+from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
+from confluent_kafka.schema_registry.error import SchemaRegistryError
+
+from schemas.errors import LogUnavailable
+
+COMPATIBILITY = "FULL_TRANSITIVE"
+
+
+class Registry(Protocol):
+    """Knows the id of every schema. May block on the network the first time a schema or id is asked for.
+
+    Raises LogUnavailable when it must ask and nobody answers, KeyError for an id that nobody registered.
+    """
+
+    def id_of(self, subject: str, schema: dict[str, Any]) -> int: ...
+
+    def schema_of(self, schema_id: int) -> dict[str, Any]: ...
+
+
+class ConfluentRegistry:
+    """Any registry with the Confluent API, by URL."""
+
+    def __init__(self, url: str) -> None:
+        self._client = SchemaRegistryClient({"url": url, "timeout": 20})
+        self._ids: dict[tuple[str, str], int] = {}
+        self._schemas: dict[int, dict[str, Any]] = {}
+
+    def require_compatibility(self) -> None:
+        """Sets the global rule: replay reads events of any age, so no version may break any other."""
+        self._asked(lambda: self._client.set_compatibility(level=COMPATIBILITY))
+
+    def id_of(self, subject: str, schema: dict[str, Any]) -> int:
+        text = json.dumps(schema)
+        known = self._ids.get((subject, text))
+        if known is not None:
+            return known
+        schema_id: int = self._asked(lambda: self._client.register_schema(subject, Schema(text, "AVRO")))
+        self._ids[subject, text] = schema_id
+        self._schemas.setdefault(schema_id, schema)
+        return schema_id
+
+    def schema_of(self, schema_id: int) -> dict[str, Any]:
+        if schema_id not in self._schemas:
+            self._schemas[schema_id] = json.loads(self._asked(lambda: self._client.get_schema(schema_id)).schema_str)
+        return self._schemas[schema_id]
+
+    def _asked(self, question: Any) -> Any:
+        try:
+            return question()
+        except SchemaRegistryError as error:
+            if error.http_status_code == 404:
+                raise KeyError(str(error)) from error
+            raise LogUnavailable(f"the schema registry refused: {error}") from error
+        except OSError as error:
+            raise LogUnavailable(f"the schema registry does not answer: {error}") from error
+
+
+class MemoryRegistry:
+    """A registry for one process. Ids count from 1 in the order of registration."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._schemas: dict[int, dict[str, Any]] = {}
+
+    def id_of(self, subject: str, schema: dict[str, Any]) -> int:
+        schema_id = self._ids.setdefault(json.dumps(schema, sort_keys=True), len(self._ids) + 1)
+        self._schemas.setdefault(schema_id, schema)
+        return schema_id
+
+    def schema_of(self, schema_id: int) -> dict[str, Any]:
+        return self._schemas[schema_id]

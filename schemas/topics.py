@@ -1,0 +1,131 @@
+"""THE MAP: every topic in the order of the flow, what stands on it, who writes and who reads it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from schemas import events
+from schemas.events import Event
+
+PARTITIONS = 4
+"Topics 01-11 have the same count, so that one key is on the same partition number in each of them."
+
+_DAY_MILLISECONDS = 24 * 3600 * 1000
+FOREVER = -1
+
+
+@dataclass(frozen=True)
+class Topic:
+    name: str
+    events: tuple[type[Event], ...]
+    key: Callable[[Event], str]
+    writers: tuple[str, ...]
+    readers: tuple[str, ...]
+    partitions: int = PARTITIONS
+    compacted: bool = False
+    retention_milliseconds: int = FOREVER
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Broker settings of the topic."""
+        return {
+            "cleanup.policy": "compact" if self.compacted else "delete",
+            "retention.ms": str(self.retention_milliseconds),
+            "compression.type": "producer",
+        }
+
+
+def _field(name: str) -> Callable[[Event], str]:
+    """Key by a field of the envelope; a message without it has no place on the topic."""
+
+    def key(event: Event) -> str:
+        value = getattr(event.meta, name)
+        if value is None:
+            raise ValueError(f"{type(event).__name__} {event.meta.id} has no {name} to be keyed by")
+        return str(value)
+
+    return key
+
+
+def _weights_key(event: Event) -> str:
+    assert isinstance(event, events.WeightsPublished)
+    return f"{event.meta.run_id}:{event.version}"
+
+
+def _server_key(event: Event) -> str:
+    assert isinstance(event, events.WeightsLoaded)
+    return event.server
+
+
+def _control_key(event: Event) -> str:
+    return event.worker if isinstance(event, events.WorkerSeen) else event.meta.run_id
+
+
+def _origin_key(event: Event) -> str:
+    assert isinstance(event, events.EventRejected)
+    return (event.original_key or b"").decode("utf-8", "replace")
+
+
+TOPICS: tuple[Topic, ...] = (
+    Topic("tasks", (events.TaskSubmitted,), _field("task_id"), ("feeder",), ("scheduler", "traces")),
+    Topic("rollouts", (events.RolloutRequested,), _field("trajectory_id"), ("scheduler",), ("rollouts", "traces")),
+    Topic(
+        "messages",
+        (
+            events.RolloutStarted,
+            events.TurnGenerated,
+            events.ToolCalled,
+            events.ToolObserved,
+            events.AgentMessaged,
+            events.RolloutEnded,
+        ),
+        _field("trajectory_id"),
+        ("rollouts", "scheduler"),
+        ("assemble", "traces"),
+    ),
+    Topic(
+        "trajectories",
+        (events.TrajectoryAssembled,),
+        _field("group_id"),
+        ("assemble",),
+        ("score", "scheduler", "trainer", "traces"),
+    ),
+    Topic("rewards", (events.RewardAssigned,), _field("group_id"), ("score",), ("group", "feeder", "traces")),
+    Topic("groups", (events.GroupCompleted,), _field("group_id"), ("group",), ("cut", "scheduler", "traces")),
+    Topic("batches", (events.BatchCut,), _field("run_id"), ("cut",), ("trainer", "scheduler", "traces"), partitions=1),
+    Topic("steps", (events.StepTaken,), _field("run_id"), ("trainer",), ("feeder", "traces"), partitions=1),
+    Topic(
+        "weights",
+        (events.WeightsPublished,),
+        _weights_key,
+        ("trainer",),
+        ("reloader", "vllm", "rollouts", "scheduler", "feeder", "trainer", "traces"),
+        partitions=1,
+        compacted=True,
+    ),
+    Topic(
+        "serving",
+        (events.WeightsLoaded,),
+        _server_key,
+        ("reloader",),
+        ("scheduler", "rollouts", "feeder", "traces"),
+        partitions=1,
+    ),
+    Topic(
+        "control",
+        (events.ControlIssued, events.WorkerSeen),
+        _control_key,
+        ("operator", "feeder", "every program"),
+        ("reloader", "scheduler", "traces"),
+        partitions=1,
+        retention_milliseconds=30 * _DAY_MILLISECONDS,
+    ),
+    Topic("dead-letters", (events.EventRejected,), _origin_key, ("any stage",), ("operator", "traces"), partitions=1),
+)
+
+TOPIC_BY_NAME: dict[str, Topic] = {topic.name: topic for topic in TOPICS}
+TOPIC_BY_EVENT: dict[type[Event], Topic] = {kind: topic for topic in TOPICS for kind in topic.events}
+
+
+def topic_of(event: Event) -> Topic:
+    """The topic an event belongs on."""
+    return TOPIC_BY_EVENT[type(event)]

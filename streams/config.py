@@ -1,0 +1,29 @@
+"""Settings of the stream processors and the cutter."""
+
+from msgspec import Struct
+
+from streams.rules.advantage import AdvantageKind
+
+
+class StreamsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Faust app: assemble, score, group. TOML section [streams]."""
+
+    hops: tuple[str, ...] = ("assemble", "score", "group")
+    "which hops this worker runs; one worker per hop at scale"
+    advantage: AdvantageKind = "standardised"
+    "how a reward is compared with its group: centred, standardised or leave_one_out"
+    state_folder: str = "state"
+    "where rocksdict keeps the tables; rebuilt from the changelog when wiped"
+    state_cache_bytes: int = 32 * 1024 * 1024
+    "block cache of each table partition"
+    session_timeout_seconds: float = 8.0
+    "how long the broker waits for a dead worker before others take over"
+    rejects_share_max: float = 0.5
+    "the worker stops with an alarm when more than this share of the last thousand messages was rejected"
+
+
+class CutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cutter. TOML section [cut]."""
+
+    poll_seconds: float = 0.2
+    "how long to wait for groups at a time"

@@ -1,0 +1,101 @@
+"""The cutter: groups in, batches out, each batch and the positions it consumed in one transaction (P4).
+
+    groups ─► CutGroups (pure) ─► BatchCut + positions ─► one Kafka transaction
+
+Nothing is kept besides the log: a restart reads its state back from `batches`, and a second cutter fences the first.
+"""
+
+import threading
+
+import structlog
+
+from schemas.errors import LogUnavailable
+from schemas.events import BatchCut
+from schemas.ids import now_microseconds
+from schemas.metrics import Pulse
+from schemas.run import Run
+from streams.config import CutSettings
+from streams.dead_letter import rejected
+from streams.hops.groups_to_batches import CutGroups, Cutting
+from streams.log.connect import open_log
+from streams.log.protocol import Delivery, Log, Reader, Transactor
+
+logger = structlog.get_logger()
+
+
+def run(run: Run, settings: CutSettings, pulse: Pulse, stop: threading.Event) -> None:
+    """Cuts until told to stop."""
+    hop = CutGroups(
+        run.run_id, run.job.groups_per_batch, run.job.staleness_max, run.job.first_version, batches_max=run.job.steps
+    )
+    log = open_log(run)
+    try:
+        while not stop.is_set():
+            try:
+                Cutter(log, hop, run.run_id, settings, pulse).run_until(stop)
+            except LogUnavailable as error:
+                # the transaction was aborted or the broker is away: state and positions are read back and taken again
+                logger.warning("cut.restarting", reason=str(error))
+                stop.wait(1.0)
+    finally:
+        log.close()
+
+
+class Cutter:
+    """One life of the cutter, from what is on the log to the first failure."""
+
+    def __init__(self, log: Log, hop: CutGroups, run_id: str, settings: CutSettings, pulse: Pulse) -> None:
+        self._log = log
+        self._hop = hop
+        self._run_id = run_id
+        self._settings = settings
+        self._pulse = pulse
+        # the transactional id is taken over before the state is read, so that no older cutter can add to it any more
+        self._transactor: Transactor = log.transactor(f"cut-{run_id}")
+        self._state = restored(log, hop, run_id)
+
+    def run_until(self, stop: threading.Event) -> None:
+        reader = self._log.reader([self._hop.reads], group=f"cut-{self._run_id}")
+        try:
+            while not stop.is_set():
+                # one at a time: a batch commits exactly the groups it was cut from, and no later ones
+                for delivery in reader.poll(1, self._settings.poll_seconds):
+                    self._take(delivery, reader)
+        finally:
+            reader.close()
+            self._transactor.close()
+
+    def _take(self, delivery: Delivery, reader: Reader) -> None:
+        self._pulse.count("events_read")
+        if delivery.event is None or self._hop.key(delivery.event) is None:
+            self._reject(delivery)
+            return
+        outcome = self._hop.step(self._state, delivery.event, delivery.address)
+        self._state = outcome.state
+        if outcome.events:
+            with self._pulse.busy():
+                self._transactor.commit(outcome.events, reader)
+            self._pulse.count("events_written", len(outcome.events))
+            logger.info("cut.batch", index=self._state.index_next - 1)
+
+    def _reject(self, delivery: Delivery) -> None:
+        if delivery.undecodable is None:
+            return
+        address, key, value = delivery.address, delivery.key, delivery.value
+        self._log.append(rejected(self._run_id, "cut", address, key, value, delivery.undecodable, now_microseconds()))
+        self._log.flush()
+        self._pulse.count("rejected")
+
+
+def restored(log: Log, hop: CutGroups, run_id: str) -> Cutting:
+    """The cutter's state as the batches on the log tell it."""
+    reader = log.reader(["batches"])
+    state = Cutting()
+    try:
+        while not reader.caught_up():
+            for delivery in reader.poll(100, 1.0):
+                if isinstance(delivery.event, BatchCut) and delivery.event.meta.run_id == run_id:
+                    state = hop.restored(state, delivery.event)
+    finally:
+        reader.close()
+    return state

@@ -1,0 +1,59 @@
+"""Rejects: a bad message neither blocks nor vanishes. It becomes an EventRejected with its address, and a stage that
+rejects too much stops instead of emptying the log into the dead letters."""
+
+from collections import deque
+
+from schemas.errors import ReplaygroundError
+from schemas.events import Address, EventRejected, Meta
+from schemas.ids import derived_id
+
+_WINDOW_MESSAGES = 1000
+_MESSAGES_MIN = 100
+
+
+class TooManyRejects(ReplaygroundError):
+    """The share of rejects passed its limit: the stage, not the messages, is probably wrong."""
+
+
+def rejected(
+    run_id: str, stage: str, address: Address, key: bytes | None, value: bytes, reason: str, timestamp: int
+) -> EventRejected:
+    """The fact that `stage` refused a message. The same message refused again has the same id."""
+    return EventRejected(
+        meta=Meta(
+            id=derived_id("EventRejected", stage, address.topic, address.partition, address.offset),
+            run_id=run_id,
+            category="reject",
+            topic="dead-letters",
+            sender=stage,
+            receiver="operator",
+            timestamp=timestamp,
+        ),
+        original=value,
+        original_key=key,
+        origin=address,
+        stage=stage,
+        reason=reason,
+    )
+
+
+class RejectLimit:
+    """Watches the share of rejects among the newest messages."""
+
+    def __init__(self, stage: str, share_max: float) -> None:
+        self._stage = stage
+        self._share_max = share_max
+        self._newest: deque[bool] = deque(maxlen=_WINDOW_MESSAGES)
+        self._rejects = 0
+
+    def count(self, is_reject: bool) -> None:
+        """Raises TooManyRejects when the limit is passed."""
+        if len(self._newest) == self._newest.maxlen:
+            self._rejects -= self._newest[0]
+        self._newest.append(is_reject)
+        self._rejects += is_reject
+        if len(self._newest) >= _MESSAGES_MIN and self._rejects > self._share_max * len(self._newest):
+            raise TooManyRejects(
+                f"{self._stage} rejected {self._rejects} of the last {len(self._newest)} messages; "
+                "see the dead-letters topic for the reasons"
+            )

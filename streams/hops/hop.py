@@ -1,0 +1,40 @@
+"""A hop is a pure fold over one topic: step(state, event, address) -> Outcome. It holds no clock, no random, no client.
+
+The Faust app, the driver and the simulator run the same hops from one list (streams.hops.flow). State is kept per key
+and must be serialisable; a hop that keeps none has `state_class` None.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from schemas.events import Address, Event
+
+
+class Outcome(Struct, frozen=True):
+    """What a step decided: the state from now on (None = forget the key), new facts, or why the event is refused."""
+
+    state: Any = None
+    events: Sequence[Event] = ()
+    refused: str | None = None
+
+
+class Hop(Protocol):
+    """One stage of the flow."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads(self) -> str:
+        """The topic it folds."""
+
+    @property
+    def state_class(self) -> type[Struct] | None: ...
+
+    def key(self, event: Event) -> str | None:
+        """Which state the event belongs to; None when the event is none of this hop's business."""
+
+    def step(self, state: Any, event: Event, address: Address) -> Outcome:
+        """Total: never raises for any event of its topic. The same input always gives the same outcome."""

@@ -1,0 +1,426 @@
+"""The log on Kafka, by confluent-kafka: idempotent murmur2 producers, read-committed readers, KIP-447 transactions."""
+
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._listoffsets import OffsetSpec
+from confluent_kafka.cimpl import NewTopic
+
+from schemas.codec import Codec
+from schemas.errors import BadInput, Fenced, LogUnavailable, Undecodable
+from schemas.events import Address, Event, Position
+from schemas.topics import TOPICS, topic_of
+from streams.log.protocol import Delivery, Reader
+
+_ASK_SECONDS = 20.0
+_READ_AHEAD_OFFSETS = 512
+"""Wanted offsets closer together than this are read in one sweep: a seek costs about as much as so many messages."""
+
+
+def _client_settings(bootstrap_servers: str) -> dict[str, Any]:
+    return {"bootstrap.servers": bootstrap_servers, "log_level": 3, "socket.keepalive.enable": True}
+
+
+def _producer_settings(bootstrap_servers: str) -> dict[str, Any]:
+    return _client_settings(bootstrap_servers) | {
+        "acks": "all",
+        "enable.idempotence": True,
+        "partitioner": "murmur2_random",
+        "compression.type": "lz4",
+        "linger.ms": 5,
+        "queue.buffering.max.kbytes": 64 * 1024,
+        "message.max.bytes": 1024 * 1024,
+    }
+
+
+def _consumer_settings(bootstrap_servers: str, group: str) -> dict[str, Any]:
+    return _client_settings(bootstrap_servers) | {
+        "group.id": group,
+        "enable.auto.commit": False,
+        "enable.partition.eof": True,
+        "auto.offset.reset": "earliest",
+        "isolation.level": "read_committed",
+        "session.timeout.ms": 10_000,
+        "fetch.wait.max.ms": 100,
+        "queued.max.messages.kbytes": 32 * 1024,
+    }
+
+
+class KafkaLog:
+    """See streams.log.protocol.Log."""
+
+    def __init__(self, bootstrap_servers: str, codec: Codec) -> None:
+        self._bootstrap_servers = bootstrap_servers
+        self.codec = codec
+        self._producer: Producer | None = None
+        self._failure: KafkaError | None = None
+        self._random_access: Consumer | None = None
+
+    def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
+        self._raise_failure()
+        topic = topic_of(event)
+        producer = self._opened_producer()
+        on_delivery = self._on_delivery if acknowledged is None else self._on_delivery_then(acknowledged)
+        value = self.codec.encode(event)
+        key = topic.key(event).encode()
+        while True:
+            try:
+                producer.produce(topic.name, value, key, on_delivery=on_delivery)
+                producer.poll(0)
+                return
+            except BufferError:  # the queue is full: back-pressure, not an error
+                producer.poll(0.05)
+
+    def flush(self, timeout_seconds: float = 30.0) -> None:
+        if self._producer is not None and self._producer.flush(timeout_seconds):
+            raise LogUnavailable(f"the broker did not acknowledge everything within {timeout_seconds:g} s")
+        self._raise_failure()
+
+    def reader(self, topics: Sequence[str], group: str | None = None) -> "KafkaReader":
+        return KafkaReader(self._bootstrap_servers, self.codec, topics, group)
+
+    def transactor(self, name: str) -> "KafkaTransactor":
+        return KafkaTransactor(self._bootstrap_servers, self.codec, name)
+
+    def read_at(self, addresses: Sequence[Address]) -> list[Event]:
+        wanted: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for address in addresses:
+            wanted[address.topic, address.partition].add(address.offset)
+        found: dict[Address, Event] = {}
+        for (topic, partition), offsets in wanted.items():
+            for sweep in _sweeps(sorted(offsets)):
+                found.update(self._sweep(topic, partition, sweep))
+        missing = [address for address in addresses if address not in found]
+        if missing:
+            raise LookupError(f"no event at {missing[0]} and {len(missing) - 1} more addresses")
+        return [found[address] for address in addresses]
+
+    def lag(self, group: str, topics: Sequence[str]) -> dict[str, int]:
+        admin = AdminClient(_client_settings(self._bootstrap_servers))
+        partitions = self._partitions(admin, topics)
+        committed = self._committed(admin, group, partitions)
+        lags: dict[str, int] = dict.fromkeys(topics, 0)
+        for (topic, partition), end in self._ends(admin, partitions).items():
+            lags[topic] += max(0, end - committed.get((topic, partition), 0))
+        return lags
+
+    def count(self, topics: Sequence[str]) -> dict[str, int]:
+        """Committed messages of each topic up to now, counted one by one: markers of transactions are not messages."""
+        counts = dict.fromkeys(topics, 0)
+        reader = KafkaReader(self._bootstrap_servers, self.codec, topics, None)
+        try:
+            while not reader.caught_up():
+                for message in reader.poll_messages(10_000, 1.0):
+                    counts[str(message.topic())] += 1
+        finally:
+            reader.close()
+        return counts
+
+    def make_topics(self) -> None:
+        admin = AdminClient(_client_settings(self._bootstrap_servers))
+        existing = self._asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
+        for topic in TOPICS:
+            if topic.name in existing and len(existing[topic.name].partitions) != topic.partitions:
+                raise BadInput(
+                    f"topic {topic.name} has {len(existing[topic.name].partitions)} partitions where the map says "
+                    f"{topic.partitions}: use another broker or data folder"
+                )
+        missing = [topic for topic in TOPICS if topic.name not in existing]
+        if missing:
+            new = [NewTopic(t.name, t.partitions, replication_factor=1, config=t.settings) for t in missing]
+            for future in admin.create_topics(new, operation_timeout=_ASK_SECONDS).values():
+                self._asked(future.result)
+
+    def close(self) -> None:
+        if self._producer is not None:
+            self.flush()
+        if self._random_access is not None:
+            self._random_access.close()
+            self._random_access = None
+
+    def _opened_producer(self) -> Producer:
+        if self._producer is None:
+            self._producer = Producer(_producer_settings(self._bootstrap_servers))
+        return self._producer
+
+    def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
+        if error is not None:
+            self._failure = error
+
+    def _on_delivery_then(
+        self, acknowledged: Callable[[Address], None]
+    ) -> Callable[[KafkaError | None, Message], None]:
+        def on_delivery(error: KafkaError | None, message: Message) -> None:
+            self._on_delivery(error, message)
+            if error is None:
+                acknowledged(_address(message))
+
+        return on_delivery
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise LogUnavailable(f"an event was not written: {self._failure}")
+
+    def _sweep(self, topic: str, partition: int, offsets: list[int]) -> Iterator[tuple[Address, Event]]:
+        """Reads one stretch of a partition and keeps what is wanted."""
+        if self._random_access is None:
+            self._random_access = Consumer(
+                _consumer_settings(self._bootstrap_servers, f"random-access-{uuid.uuid4()}") | {"fetch.wait.max.ms": 10}
+            )
+        wanted = set(offsets)
+        self._random_access.assign([TopicPartition(topic, partition, offsets[0])])
+        while wanted:
+            messages = self._random_access.consume(offsets[-1] - offsets[0] + 1, _ASK_SECONDS)
+            if not messages:
+                raise LogUnavailable(f"{topic}/{partition} cannot be read at {min(wanted)}")
+            for message in messages:
+                error = message.error()
+                if error is not None:
+                    if error.code() == KafkaError._PARTITION_EOF:
+                        return
+                    _raise_unavailable(error)
+                offset = _offset(message)
+                if offset in wanted:
+                    wanted.remove(offset)
+                    yield _address(message), self.codec.decode(message.value() or b"", topic)
+                if offset >= offsets[-1]:
+                    return
+
+    def _partitions(self, admin: AdminClient, topics: Sequence[str]) -> list[tuple[str, int]]:
+        metadata = self._asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
+        return [(topic, partition) for topic in topics if topic in metadata for partition in metadata[topic].partitions]
+
+    def _committed(
+        self, admin: AdminClient, group: str, partitions: list[tuple[str, int]]
+    ) -> dict[tuple[str, int], int]:
+        request = ConsumerGroupTopicPartitions(group, [TopicPartition(*partition) for partition in partitions])
+        future = admin.list_consumer_group_offsets([request])[group]
+        result = self._asked(lambda: future.result(timeout=_ASK_SECONDS))
+        return {(p.topic, p.partition): p.offset for p in result.topic_partitions if p.offset >= 0}
+
+    def _ends(self, admin: AdminClient, partitions: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        futures = admin.list_offsets({TopicPartition(*partition): latest for partition in partitions})
+        return {
+            (p.topic, p.partition): self._asked(lambda future=future: future.result(timeout=_ASK_SECONDS)).offset  # type: ignore[misc]
+            for p, future in futures.items()
+        }
+
+    @staticmethod
+    def _asked(question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except KafkaException as error:
+            raise LogUnavailable(f"the broker refused or did not answer: {error}") from error
+
+
+class KafkaReader:
+    """See streams.log.protocol.Reader."""
+
+    def __init__(self, bootstrap_servers: str, codec: Codec, topics: Sequence[str], group: str | None) -> None:
+        self._codec = codec
+        self._consumer = Consumer(_consumer_settings(bootstrap_servers, group or f"reader-{uuid.uuid4()}"))
+        self._next: dict[tuple[str, int], int] = {}
+        self._ends_seen: dict[tuple[str, int], int] = {}
+        self._topics = list(topics)
+        if group is None:
+            self._assign_all()
+        else:
+            self._consumer.subscribe(self._topics, on_lost=self._forget, on_revoke=self._forget)
+
+    def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
+        return [self._delivery(message) for message in self.poll_messages(events_max, timeout_seconds)]
+
+    def poll_messages(self, messages_max: int, timeout_seconds: float) -> list[Message]:
+        """What has arrived, not decoded."""
+        try:
+            polled = self._consumer.consume(messages_max, timeout_seconds)
+        except KafkaException as failure:
+            raise LogUnavailable(f"cannot read {', '.join(self._topics)}: {failure}") from failure
+        messages: list[Message] = []
+        for message in polled:
+            error = message.error()
+            if error is None:
+                self._next[str(message.topic()), _partition(message)] = _offset(message) + 1
+                if message.value() is not None:  # a tombstone says that something was removed; it is no event
+                    messages.append(message)
+            elif error.code() == KafkaError._PARTITION_EOF:
+                self._ends_seen[str(message.topic()), _partition(message)] = _offset(message)
+            elif error.fatal() or not (error.retriable() or error.code() in _PASSING_ERRORS):
+                _raise_unavailable(error)
+        return messages
+
+    def commit(self, positions: Sequence[Position] | None = None) -> None:
+        offsets = self.offsets() if positions is None else [_topic_partition(position) for position in positions]
+        if not offsets:
+            return
+        try:
+            self._consumer.commit(offsets=offsets, asynchronous=False)
+        except KafkaException as error:
+            raise LogUnavailable(f"positions were not committed: {error}") from error
+
+    def positions(self) -> list[Position]:
+        return [Position(topic=t, partition=p, offset=offset) for (t, p), offset in sorted(self._next.items())]
+
+    def offsets(self) -> list[TopicPartition]:
+        return [TopicPartition(topic, partition, offset) for (topic, partition), offset in self._next.items()]
+
+    def seek(self, positions: Iterable[Position]) -> None:
+        for position in positions:
+            self._consumer.seek(_topic_partition(position))
+            self._next[position.topic, position.partition] = position.offset
+            self._ends_seen.pop((position.topic, position.partition), None)
+
+    def caught_up(self) -> bool:
+        assigned = self._consumer.assignment()
+        return bool(assigned) and all(self._reached_end(partition) for partition in assigned)
+
+    def group_metadata(self) -> object:
+        return self._consumer.consumer_group_metadata()
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def _assign_all(self) -> None:
+        partitions: list[TopicPartition] = []
+        for name in self._topics:
+            topic = self._consumer.list_topics(name, timeout=_ASK_SECONDS).topics[name]
+            if topic.error is not None:
+                raise LogUnavailable(f"topic {name} cannot be read: {topic.error}")
+            partitions += [TopicPartition(name, partition, OFFSET_BEGINNING) for partition in topic.partitions]
+        self._consumer.assign(partitions)
+
+    def _reached_end(self, partition: TopicPartition) -> bool:
+        place = (partition.topic, partition.partition)
+        try:
+            first, end = self._consumer.get_watermark_offsets(partition, timeout=_ASK_SECONDS, cached=False)
+        except KafkaException as error:
+            raise LogUnavailable(f"the end of {partition.topic} is not known: {error}") from error
+        reached = max(self._next.get(place, -1), self._ends_seen.get(place, -1))
+        return reached >= end or first == end
+
+    def _forget(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        """What was taken away belongs to another member now: committing it from here would undo its work."""
+        for partition in partitions:
+            self._next.pop((partition.topic, partition.partition), None)
+            self._ends_seen.pop((partition.topic, partition.partition), None)
+
+    def _delivery(self, message: Message) -> Delivery:
+        value = message.value() or b""
+        try:
+            event, undecodable = self._codec.decode(value, str(message.topic())), None
+        except Undecodable as error:
+            event, undecodable = None, str(error)
+        return Delivery(_address(message), message.key(), value, event, undecodable)
+
+
+class KafkaTransactor:
+    """See streams.log.protocol.Transactor."""
+
+    def __init__(self, bootstrap_servers: str, codec: Codec, name: str) -> None:
+        self._settings = _producer_settings(bootstrap_servers) | {
+            "transactional.id": name,
+            "transaction.timeout.ms": 60_000,
+        }
+        self._codec = codec
+        self._producer = self._initialised()
+
+    def commit(self, events: Sequence[Event], reader: Reader) -> None:
+        assert isinstance(reader, KafkaReader)
+        try:
+            self._producer.begin_transaction()
+            for event in events:
+                topic = topic_of(event)
+                self._producer.produce(topic.name, self._codec.encode(event), topic.key(event).encode())
+            self._producer.send_offsets_to_transaction(reader.offsets(), reader.group_metadata(), _ASK_SECONDS)
+            self._commit_retrying()
+        except KafkaException as error:
+            self._abandon(error)
+
+    def close(self) -> None:
+        self._producer.flush(1.0)
+
+    def _initialised(self) -> Producer:
+        producer = Producer(self._settings)
+        try:
+            producer.init_transactions(60.0)
+        except KafkaException as error:
+            raise LogUnavailable(
+                f"transactional id {self._settings['transactional.id']} was not granted: {error}"
+            ) from error
+        return producer
+
+    def _commit_retrying(self) -> None:
+        """A commit that timed out is neither done nor undone until it is asked again."""
+        while True:
+            try:
+                self._producer.commit_transaction(_ASK_SECONDS)
+                return
+            except KafkaException as error:
+                if not error.args[0].retriable():
+                    raise
+
+    def _abandon(self, error: KafkaException) -> NoReturn:
+        """Ends in Fenced or LogUnavailable, with nothing of the transaction visible."""
+        cause: KafkaError = error.args[0]
+        if cause.code() in _FENCED_ERRORS or cause.fatal():
+            raise Fenced(f"another instance took over {self._settings['transactional.id']}: {cause}") from error
+        try:
+            self._producer.abort_transaction(_ASK_SECONDS)
+        except KafkaException as indefinite:
+            # the state of the transaction is not known to us: a new producer fences the old one, which aborts it
+            self._producer = self._initialised()
+            raise LogUnavailable(f"the transaction ended in doubt and was abandoned: {indefinite}") from error
+        raise LogUnavailable(f"the transaction was aborted: {cause}") from error
+
+
+_FENCED_ERRORS = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
+_PASSING_ERRORS = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._MAX_POLL_EXCEEDED}
+
+
+def _raise_unavailable(error: KafkaError) -> NoReturn:
+    raise LogUnavailable(f"the broker reports: {error}")
+
+
+def _sweeps(offsets: list[int]) -> Iterator[list[int]]:
+    """Sorted offsets in stretches that are worth reading through."""
+    sweep = offsets[:1]
+    for offset in offsets[1:]:
+        if offset - sweep[-1] > _READ_AHEAD_OFFSETS:
+            yield sweep
+            sweep = []
+        sweep.append(offset)
+    yield sweep
+
+
+def _offset(message: Message) -> int:
+    offset = message.offset()
+    assert offset is not None
+    return offset
+
+
+def _partition(message: Message) -> int:
+    partition = message.partition()
+    assert partition is not None
+    return partition
+
+
+def _address(message: Message) -> Address:
+    return Address(str(message.topic()), _partition(message), _offset(message))
+
+
+def _topic_partition(position: Position) -> TopicPartition:
+    return TopicPartition(position.topic, position.partition, position.offset)

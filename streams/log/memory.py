@@ -1,0 +1,196 @@
+"""The log in memory: for tests, simulation and trying things out in one process. It ships and obeys the same contract.
+
+Not covered: durability (nothing survives the process), rebalancing (every reader of a group gets every partition) and
+concurrent transactions of one name beyond fencing.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from schemas.codec import Codec
+from schemas.errors import Fenced, Undecodable
+from schemas.events import Address, Event, Position
+from schemas.topics import TOPICS, topic_of
+from streams.log.partitioner import partition_of
+from streams.log.protocol import Delivery, Reader
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    key: bytes
+    value: bytes
+
+
+class MemoryLog:
+    """See streams.log.protocol.Log."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._changed = threading.Condition(threading.RLock())
+        self._partitions: dict[tuple[str, int], list[_Stored]] = {}
+        self._committed: dict[tuple[str, str, int], int] = {}
+        self._epochs: dict[str, int] = {}
+        self.make_topics()
+
+    def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
+        topic = topic_of(event)
+        address = self.append_bytes(topic.name, topic.key(event).encode(), self.codec.encode(event))
+        if acknowledged is not None:
+            acknowledged(address)
+
+    def append_bytes(self, topic: str, key: bytes, value: bytes) -> Address:
+        """Any bytes on any topic, as a foreign producer could write them."""
+        count = sum(1 for name, _ in self._partitions if name == topic)
+        partition = partition_of(key, count)
+        with self._changed:
+            messages = self._partitions[topic, partition]
+            messages.append(_Stored(key, value))
+            self._changed.notify_all()
+            return Address(topic, partition, len(messages) - 1)
+
+    def flush(self, timeout_seconds: float = 30.0) -> None:
+        """Everything is acknowledged as it is appended."""
+
+    def reader(self, topics: Sequence[str], group: str | None = None) -> "MemoryReader":
+        return MemoryReader(self, topics, group)
+
+    def transactor(self, name: str) -> "MemoryTransactor":
+        with self._changed:
+            self._epochs[name] = self._epochs.get(name, 0) + 1
+            return MemoryTransactor(self, name, self._epochs[name])
+
+    def read_at(self, addresses: Sequence[Address]) -> list[Event]:
+        with self._changed:
+            try:
+                stored = [self._partitions[address.topic, address.partition][address.offset] for address in addresses]
+            except (KeyError, IndexError) as error:
+                raise LookupError("no event at one of the addresses") from error
+        pairs = zip(stored, addresses, strict=True)
+        return [self.codec.decode(message.value, address.topic) for message, address in pairs]
+
+    def lag(self, group: str, topics: Sequence[str]) -> dict[str, int]:
+        with self._changed:
+            lags: dict[str, int] = dict.fromkeys(topics, 0)
+            for (topic, partition), messages in self._partitions.items():
+                if topic in lags:
+                    lags[topic] += len(messages) - self._committed.get((group, topic, partition), 0)
+            return lags
+
+    def count(self, topics: Sequence[str]) -> dict[str, int]:
+        with self._changed:
+            counts: dict[str, int] = dict.fromkeys(topics, 0)
+            for (topic, _), messages in self._partitions.items():
+                if topic in counts:
+                    counts[topic] += len(messages)
+            return counts
+
+    def make_topics(self) -> None:
+        for topic in TOPICS:
+            for partition in range(topic.partitions):
+                self._partitions.setdefault((topic.name, partition), [])
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def partitions_of(self, topics: Sequence[str]) -> list[tuple[str, int]]:
+        return [place for place in self._partitions if place[0] in topics]
+
+    def committed(self, group: str, place: tuple[str, int]) -> int:
+        return self._committed.get((group, *place), 0)
+
+    def store_commit(self, group: str, positions: Iterable[Position]) -> None:
+        with self._changed:
+            for position in positions:
+                self._committed[group, position.topic, position.partition] = position.offset
+
+    def fetch(
+        self, places: dict[tuple[str, int], int], events_max: int, timeout_seconds: float
+    ) -> list[tuple[Address, _Stored]]:
+        """Messages from the given offsets on; waits for the first one."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: any(len(self._partitions[place]) > offset for place, offset in places.items()), timeout_seconds
+            )
+            fetched: list[tuple[Address, _Stored]] = []
+            for place, offset in places.items():
+                for number, stored in enumerate(self._partitions[place][offset : offset + events_max - len(fetched)]):
+                    fetched.append((Address(*place, offset + number), stored))
+            return fetched
+
+    def ends(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        with self._changed:
+            return {place: len(self._partitions[place]) for place in places}
+
+    def commit_transaction(self, name: str, epoch: int, events: Sequence[Event], reader: "MemoryReader") -> None:
+        encoded = [(event, self.codec.encode(event)) for event in events]  # what cannot be encoded must not half-commit
+        with self._changed:
+            if self._epochs[name] != epoch:
+                raise Fenced(f"another instance took over {name}")
+            for event, value in encoded:
+                topic = topic_of(event)
+                self.append_bytes(topic.name, topic.key(event).encode(), value)
+            reader.commit()
+
+
+class MemoryReader:
+    """See streams.log.protocol.Reader."""
+
+    def __init__(self, log: MemoryLog, topics: Sequence[str], group: str | None) -> None:
+        self._log = log
+        self._group = group
+        self._next = {
+            place: log.committed(group, place) if group is not None else 0 for place in log.partitions_of(topics)
+        }
+        self._polled: set[tuple[str, int]] = set()
+
+    def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
+        fetched = self._log.fetch(self._next, events_max, timeout_seconds)
+        for address, _ in fetched:
+            self._next[address.topic, address.partition] = address.offset + 1
+            self._polled.add((address.topic, address.partition))
+        return [self._delivery(address, stored) for address, stored in fetched]
+
+    def commit(self, positions: Sequence[Position] | None = None) -> None:
+        if self._group is not None:
+            self._log.store_commit(self._group, self.positions() if positions is None else positions)
+
+    def positions(self) -> list[Position]:
+        return [
+            Position(topic=topic, partition=partition, offset=offset)
+            for (topic, partition), offset in sorted(self._next.items())
+            if (topic, partition) in self._polled
+        ]
+
+    def seek(self, positions: Iterable[Position]) -> None:
+        for position in positions:
+            self._next[position.topic, position.partition] = position.offset
+
+    def caught_up(self) -> bool:
+        return all(self._next[place] >= end for place, end in self._log.ends(self._next).items())
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _delivery(self, address: Address, stored: _Stored) -> Delivery:
+        try:
+            event, undecodable = self._log.codec.decode(stored.value, address.topic), None
+        except Undecodable as error:
+            event, undecodable = None, str(error)
+        return Delivery(address, stored.key, stored.value, event, undecodable)
+
+
+class MemoryTransactor:
+    """See streams.log.protocol.Transactor."""
+
+    def __init__(self, log: MemoryLog, name: str, epoch: int) -> None:
+        self._log = log
+        self._name = name
+        self._epoch = epoch
+
+    def commit(self, events: Sequence[Event], reader: Reader) -> None:
+        assert isinstance(reader, MemoryReader)
+        self._log.commit_transaction(self._name, self._epoch, events, reader)
+
+    def close(self) -> None:
+        """Nothing to let go of."""

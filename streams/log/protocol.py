@@ -1,0 +1,85 @@
+"""The log as every program sees it: append, read, commit, transaction. One page of contract, two backends.
+
+Events go in and events come out; topic, key, partition and bytes are the backend's business (schemas.topics is the map).
+All calls are synchronous and may block; asyncio programs call them in a thread. A reader belongs to one thread.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from schemas.events import Address, Event, Position
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One message of the log as it arrived. Exactly one of `event` and `undecodable` is set."""
+
+    address: Address
+    key: bytes | None
+    value: bytes
+    event: Event | None
+    undecodable: str | None
+
+
+class Reader(Protocol):
+    """Reads topics from somewhere on. Order holds per partition. Aborted transactions are never seen."""
+
+    def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
+        """What has arrived, at most events_max; [] when nothing did in time. Raises LogUnavailable."""
+
+    def commit(self, positions: Sequence[Position] | None = None) -> None:
+        """Remembers, for the group, that everything polled so far, or everything before `positions`, has had its effect.
+        Blocks until it is stored. Raises LogUnavailable, after which the same will be delivered again."""
+
+    def positions(self) -> list[Position]:
+        """The next offset of every partition polled from so far."""
+
+    def seek(self, positions: Iterable[Position]) -> None:
+        """Goes on reading from these positions instead."""
+
+    def caught_up(self) -> bool:
+        """True when everything that was on the log at the time of this call has been polled."""
+
+    def close(self) -> None: ...
+
+
+class Transactor(Protocol):
+    """Appends that become visible together with the consumed positions, or not at all (KIP-447)."""
+
+    def commit(self, events: Sequence[Event], reader: Reader) -> None:
+        """Writes events and the reader's positions as one. Raises Fenced when another instance took over; on any other
+        failure the transaction was aborted, nothing is visible, and LogUnavailable is raised: go back and take it again."""
+
+    def close(self) -> None: ...
+
+
+class Log(Protocol):
+    """A typed log."""
+
+    def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
+        """Queues an event; blocks while the queue is full. `acknowledged` is called from flush or a later append."""
+
+    def flush(self, timeout_seconds: float = 30.0) -> None:
+        """Returns when everything appended is acknowledged by the log. Raises LogUnavailable otherwise."""
+
+    def reader(self, topics: Sequence[str], group: str | None = None) -> Reader:
+        """With a group: partitions are shared among its members and reading goes on where the group committed.
+        Without: this reader alone reads every partition from the beginning and commits nothing."""
+
+    def transactor(self, name: str) -> Transactor:
+        """Takes over the transactional id `name`; an earlier holder is fenced. Uncommitted work of it is aborted."""
+
+    def read_at(self, addresses: Sequence[Address]) -> list[Event]:
+        """The events at these addresses, in this order. Raises LookupError for an address that holds none."""
+
+    def count(self, topics: Sequence[str]) -> dict[str, int]:
+        """Committed messages of each topic up to now, counted one by one."""
+
+    def lag(self, group: str, topics: Sequence[str]) -> dict[str, int]:
+        """Messages per topic that the group has not committed yet."""
+
+    def make_topics(self) -> None:
+        """Makes the topics of the map that do not exist yet; raises BadInput when one exists otherwise than mapped."""
+
+    def close(self) -> None: ...

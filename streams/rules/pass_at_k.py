@@ -1,0 +1,36 @@
+"""pass@k and pass^k, unbiased, over tasks with several attempts each (GRPO.md, figures of evaluation)."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import comb
+
+
+@dataclass(frozen=True)
+class PassRate:
+    """A figure and the number of tasks it rests on; tasks with fewer than k attempts are left out and counted beside."""
+
+    value: float
+    tasks: int
+    tasks_left_out: int
+
+
+def pass_at_k_of_task(attempts: int, successes: int, k: int) -> float:
+    """Probability that at least one of k attempts, drawn without repetition, succeeds."""
+    return 1.0 - comb(attempts - successes, k) / comb(attempts, k)
+
+
+def pass_hat_k_of_task(attempts: int, successes: int, k: int) -> float:
+    """Probability that all of k attempts succeed."""
+    return comb(successes, k) / comb(attempts, k)
+
+
+def pass_at_k(tasks: Iterable[tuple[int, int]], k: int) -> PassRate:
+    """Mean over tasks, each given as (attempts, successes)."""
+    kept: list[float] = []
+    left_out = 0
+    for attempts, successes in tasks:
+        if attempts < k:
+            left_out += 1
+        else:
+            kept.append(pass_at_k_of_task(attempts, successes, k))
+    return PassRate(sum(kept) / len(kept) if kept else 0.0, len(kept), left_out)

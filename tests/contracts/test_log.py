@@ -1,0 +1,226 @@
+"""One suite, two logs: whatever the protocol promises holds on Kafka and in memory."""
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from schemas.blobs import Blobs
+from schemas.codec import EVENT_BYTES_MAX, Codec
+from schemas.errors import Fenced
+from schemas.events import Event, Position, ToolObserved
+from schemas.registry import MemoryRegistry
+from schemas.run import Run
+from streams.hops.groups_to_batches import CutGroups
+from streams.log.connect import open_log
+from streams.log.memory import MemoryLog
+from streams.log.protocol import Delivery, Log, Reader
+from tests.flow.synthetic import groups, rollout
+
+OpenLog = Callable[[], Log]
+
+
+@pytest.fixture(params=["memory", "kafka"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenLog]:
+    """Opens the same log again and again, as several programs would."""
+    if request.param == "memory":
+        log = MemoryLog(Codec(MemoryRegistry(), Blobs((tmp_path / "blobs").as_uri())))
+        yield lambda: log
+        return
+    run: Run = request.getfixturevalue("kafka_run")
+    logs: list[Log] = []
+
+    def open_again() -> Log:
+        logs.append(open_log(run))
+        return logs[-1]
+
+    yield open_again
+    for log in logs:
+        log.close()
+
+
+@pytest.fixture
+def run_id() -> str:
+    return uuid.uuid4().hex
+
+
+def drained(reader: Reader, run_id: str) -> list[Delivery]:
+    """Everything of one run that is on the reader's topics now."""
+    deliveries: list[Delivery] = []
+    while not reader.caught_up():
+        deliveries += reader.poll(1000, 1.0)
+    return [d for d in deliveries if d.event is not None and d.event.meta.run_id == run_id]
+
+
+def appended(log: Log, run_id: str, count: int = 6) -> list[Event]:
+    events = [event for messages in groups(count, run_id=run_id) for event in messages]
+    for event in events:
+        log.append(event)
+    log.flush()
+    return events
+
+
+def test_what_goes_in_comes_out_in_order_per_key(opened: OpenLog, run_id: str) -> None:
+    written = appended(opened(), run_id)
+    read = [delivery.event for delivery in drained(opened().reader(["messages"]), run_id)]
+    assert len(read) == len(written)
+    by_key = {event.meta.trajectory_id for event in written}
+    for key in by_key:
+        of_key = [event for event in written if event.meta.trajectory_id == key]
+        assert [event for event in read if event and event.meta.trajectory_id == key] == of_key
+
+
+def test_one_key_is_on_one_partition(opened: OpenLog, run_id: str) -> None:
+    appended(opened(), run_id)
+    partitions: dict[str, set[int]] = {}
+    for delivery in drained(opened().reader(["messages"]), run_id):
+        partitions.setdefault(str(delivery.key), set()).add(delivery.address.partition)
+    assert partitions
+    assert all(len(found) == 1 for found in partitions.values())
+
+
+def test_acknowledged_address_is_where_the_event_stands(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    addresses = []
+    events = rollout(0, 0, run_id=run_id)
+    for event in events:
+        log.append(event, addresses.append)
+    log.flush()
+    assert log.read_at(list(reversed(addresses))) == list(reversed(events))
+
+
+def test_an_address_without_event_is_an_error(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    addresses = []
+    log.append(rollout(0, 0, run_id=run_id)[0], addresses.append)
+    log.flush()
+    beyond = type(addresses[0])(addresses[0].topic, addresses[0].partition, addresses[0].offset + 10_000_000)
+    with pytest.raises(LookupError):
+        log.read_at([beyond])
+
+
+def test_a_group_goes_on_where_it_committed(opened: OpenLog, run_id: str) -> None:
+    written = appended(opened(), run_id)
+    group = f"group-{run_id}"
+    first = opened().reader(["messages"], group)
+    assert len(drained(first, run_id)) == len(written)
+    first.commit()
+    first.close()
+    more = rollout(99, 0, run_id=run_id)
+    log = opened()
+    for event in more:
+        log.append(event)
+    log.flush()
+    second = opened().reader(["messages"], group)
+    assert [delivery.event for delivery in drained(second, run_id)] == more
+
+
+def test_what_was_not_committed_is_delivered_again(opened: OpenLog, run_id: str) -> None:
+    written = appended(opened(), run_id, count=2)
+    group = f"group-{run_id}"
+    for _ in range(2):
+        reader = opened().reader(["messages"], group)
+        assert len(drained(reader, run_id)) == len(written)
+        reader.close()
+
+
+def test_part_of_what_was_polled_can_be_committed(opened: OpenLog, run_id: str) -> None:
+    appended(opened(), run_id, count=2)
+    group = f"group-{run_id}"
+    reader = opened().reader(["messages"], group)
+    deliveries = drained(reader, run_id)
+    kept = deliveries[0].address
+    reader.commit([Position(topic=kept.topic, partition=kept.partition, offset=kept.offset)])
+    reader.close()
+    again = drained(opened().reader(["messages"], group), run_id)
+    assert deliveries[0].address in [delivery.address for delivery in again]
+
+
+def test_lag_is_what_a_group_has_not_committed(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    group = f"group-{run_id}"
+    reader = opened().reader(["messages"], group)
+    drained(reader, run_id)
+    reader.commit()
+    written = appended(log, run_id, count=2)
+    lag = log.lag(group, ["messages"])["messages"]
+    drained(reader, run_id)
+    reader.commit()
+    reader.close()
+    assert lag >= len(written)
+    assert log.lag(group, ["messages"]) == {"messages": 0}
+
+
+def test_a_transaction_shows_events_and_positions_together(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    written = appended(log, run_id, count=2)
+    group = f"group-{run_id}"
+    reader = log.reader(["messages"], group)
+    assert len(drained(reader, run_id)) == len(written)
+    transactor = log.transactor(f"writer-{run_id}")
+    before = log.count(["groups"])["groups"]
+    transactor.commit([_group_completed(run_id)], reader)
+    reader.close()
+    assert log.count(["groups"])["groups"] == before + 1
+    assert drained(opened().reader(["messages"], group), run_id) == []
+
+
+def test_a_second_holder_of_a_name_fences_the_first(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    appended(log, run_id, count=1)
+    reader = log.reader(["messages"], f"group-{run_id}")
+    drained(reader, run_id)
+    first = log.transactor(f"writer-{run_id}")
+    second = opened().transactor(f"writer-{run_id}")
+    with pytest.raises(Fenced):
+        first.commit([_group_completed(run_id)], reader)
+    second.commit([_group_completed(run_id)], reader)
+    reader.close()
+    seen = drained(opened().reader(["groups"]), run_id)
+    assert len(seen) == 1
+
+
+def test_an_event_too_large_for_the_log_is_spilled_unseen(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    events = rollout(0, 0, run_id=run_id)
+    observed = next(event for event in events if isinstance(event, ToolObserved))
+    large = ToolObserved(**{name: getattr(observed, name) for name in observed.__struct_fields__} | {"content": "x" * EVENT_BYTES_MAX})
+    log.append(large)
+    log.flush()
+    delivery = drained(opened().reader(["messages"]), run_id)[0]
+    assert delivery.event == large
+    assert len(delivery.value) < 1000
+
+
+def test_a_reader_wakes_up_for_what_is_appended_later(opened: OpenLog, run_id: str) -> None:
+    reader = opened().reader(["messages"])
+    drained(reader, run_id)
+    events = rollout(0, 0, run_id=run_id)
+    log = opened()
+    writer = threading.Thread(target=lambda: [log.append(event) for event in events] and log.flush())
+    writer.start()
+    seen: list[Delivery] = []
+    for _ in range(100):
+        seen += [d for d in reader.poll(100, 1.0) if d.event is not None and d.event.meta.run_id == run_id]
+        if len(seen) == len(events):
+            break
+    writer.join()
+    assert [delivery.event for delivery in seen] == events
+
+
+def _group_completed(run_id: str) -> Event:
+    """Any event of a topic that few others write to."""
+    from streams.driver import Driver
+    from streams.hops.flow import hops
+
+    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    for answer, index in (("7", 0), ("8", 1)):
+        for event in rollout(0, index, answer=answer, group_size=2, run_id=run_id):
+            log.append(event)
+    Driver(log, hops((), "centred"), run_id).run_until_caught_up()
+    (delivery,) = log.reader(["groups"]).poll(10, 0.0)
+    assert delivery.event is not None
+    assert CutGroups(run_id, 1, 4, 1).key(delivery.event) == run_id
+    return delivery.event

@@ -1,0 +1,204 @@
+"""The hops over the in-memory log: what they make of messages, however often and in whatever company they arrive."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.events import BatchCut, Event, EventRejected, GroupCompleted, RewardAssigned, TrajectoryAssembled
+from schemas.packed import unpack_logprobs, unpack_tokens
+from schemas.registry import MemoryRegistry
+from streams.dead_letter import TooManyRejects
+from streams.driver import Driver
+from streams.hops.flow import hops
+from streams.hops.groups_to_batches import CutGroups
+from streams.log.memory import MemoryLog
+from tests.flow.synthetic import RUN_ID, groups, rollout
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> MemoryLog:
+    return MemoryLog(Codec(MemoryRegistry(), Blobs((tmp_path / "blobs").as_uri())))
+
+
+def driven(log: MemoryLog, rejects_share_max: float = 1.0) -> None:
+    cutter = CutGroups(RUN_ID, groups_per_batch=3, staleness_max=4, first_version=1)
+    Driver(log, [*hops((), "standardised"), cutter], RUN_ID, rejects_share_max).run_until_caught_up()
+
+
+def on(log: MemoryLog, topic: str) -> list[Any]:
+    return [delivery.event for delivery in log.reader([topic]).poll(100_000, 0.0)]
+
+
+def append(log: MemoryLog, events: list[Event]) -> None:
+    for event in events:
+        log.append(event)
+
+
+def test_a_trajectory_is_the_exact_tokens_in_order(log: MemoryLog) -> None:
+    messages: list[Any] = rollout(0, 0)
+    append(log, messages)
+    driven(log)
+    (trajectory,) = on(log, "trajectories")
+    assert isinstance(trajectory, TrajectoryAssembled)
+    started, first, _, observed, second, _ = messages
+    assert trajectory.tokens == started.prompt_tokens + first.tokens + observed.tokens + second.tokens
+    sampled = [t for t, m in zip(unpack_tokens(trajectory.tokens), trajectory.loss_mask, strict=True) if m]
+    assert sampled == unpack_tokens(first.tokens + second.tokens)
+    logprobs = [p for p, m in zip(unpack_logprobs(trajectory.logprobs), trajectory.loss_mask, strict=True) if m]
+    assert logprobs == unpack_logprobs(first.logprobs + second.logprobs)
+    assert trajectory.tokens_sampled == len(sampled)
+    assert trajectory.policy_version_oldest == 1
+    assert [said.role for said in trajectory.transcript] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_everything_delivered_twice_changes_nothing(log: MemoryLog, tmp_path: Path) -> None:
+    once = MemoryLog(Codec(MemoryRegistry(), Blobs((tmp_path / "once").as_uri())))
+    for messages in groups(12):
+        append(once, messages)
+        append(log, messages)
+        append(log, messages[2:])
+    append(log, [event for messages in groups(12) for event in messages])
+    driven(once)
+    driven(log)
+    assert on(log, "trajectories") == on(once, "trajectories")
+    assert on(log, "rewards") == on(once, "rewards")
+    assert on(log, "groups") == on(once, "groups")
+    assert on(log, "batches") == on(once, "batches")
+    assert on(log, "batches")
+
+
+def test_derived_facts_repeated_by_a_crashed_worker_change_nothing(log: MemoryLog) -> None:
+    for messages in groups(12):
+        append(log, messages)
+    driven(log)
+    batches = on(log, "batches")
+    for topic in ("trajectories", "rewards", "groups"):
+        append(log, on(log, topic))
+    driven(log)
+    # a second life of all stages, from the beginning: batches repeat with the same ids and hold the same trajectories
+    assert [batch.meta.id for batch in on(log, "batches")[len(batches) :]] == [batch.meta.id for batch in batches]
+
+
+def test_a_hole_in_seq_is_refused_and_never_guessed(log: MemoryLog) -> None:
+    messages = rollout(0, 0)
+    append(log, messages[:2] + messages[3:])
+    driven(log)
+    assert on(log, "trajectories") == []
+    rejects = on(log, "dead-letters")
+    assert len(rejects) == 3
+    assert all(isinstance(reject, EventRejected) and "missing" in reject.reason for reject in rejects)
+
+
+def test_attempts_are_kept_apart_and_the_first_good_end_counts(log: MemoryLog) -> None:
+    broken = rollout(0, 0, attempt=0, answer=None, ended_by="infra_error")
+    good = rollout(0, 0, attempt=1, answer="7")
+    late = rollout(0, 0, attempt=2, answer="8")
+    interleaved = [event for pair in zip(broken, good, strict=True) for event in pair]
+    append(log, interleaved + late)
+    for index in (1, 2, 3):
+        append(log, rollout(0, index, answer="8"))
+    driven(log)
+    assert len(on(log, "trajectories")) == 6
+    (group,) = on(log, "groups")
+    assert isinstance(group, GroupCompleted)
+    assert [member.attempt_id for member in group.members] == ["g0-m0-a1", "g0-m1-a0", "g0-m2-a0", "g0-m3-a0"]
+    assert [member.reward for member in group.members] == [1.0, 0.0, 0.0, 0.0]
+    assert group.dropped_because is None
+
+
+def test_a_cancelled_member_ends_the_group_without_counting(log: MemoryLog) -> None:
+    append(log, rollout(0, 0, answer=None, ended_by="cancelled"))
+    for index, answer in ((1, "7"), (2, "8"), (3, "7")):
+        append(log, rollout(0, index, answer=answer))
+    driven(log)
+    (group,) = on(log, "groups")
+    assert [member.valid for member in group.members] == [False, True, True, True]
+    assert group.members[0].advantage == 0.0
+    assert sum(member.advantage for member in group.members) == pytest.approx(0.0)
+
+
+def test_a_group_without_variance_is_dropped_and_says_so(log: MemoryLog) -> None:
+    for index in range(4):
+        append(log, rollout(0, index, answer="8"))
+    driven(log)
+    assert [group.dropped_because for group in on(log, "groups")] == ["zero_variance"]
+    assert on(log, "batches") == []
+
+
+def test_evaluations_are_scored_and_never_grouped(log: MemoryLog) -> None:
+    append(log, rollout(0, 0, purpose="eval", group_size=1))
+    driven(log)
+    (reward,) = on(log, "rewards")
+    assert isinstance(reward, RewardAssigned)
+    assert (reward.score, reward.meta.purpose) == (1.0, "eval")
+    assert on(log, "groups") == []
+
+
+def test_a_batch_takes_fresh_groups_and_names_the_stale(log: MemoryLog) -> None:
+    live = [rollout(g, i, answer="78"[i % 2], version=1 if g < 40 else 7) for g in range(60) for i in range(4)]
+    for messages in live:
+        append(log, messages)
+    driven(log)
+    batches = on(log, "batches")
+    assert [batch.base_version for batch in batches] == list(range(1, len(batches) + 1))
+    for batch in batches:
+        assert isinstance(batch, BatchCut)
+        assert batch.base_version - batch.policy_floor <= 4
+        assert len(batch.groups) == 3
+        assert len(batch.members) == 12
+    cut = [group for batch in batches for group in batch.groups]
+    stale = [group for batch in batches for group in batch.groups_stale]
+    assert len(cut) == len(set(cut))
+    assert not set(cut) & set(stale)
+    assert stale
+
+
+def test_the_cutter_reads_its_state_back_from_its_batches(log: MemoryLog) -> None:
+    for messages in groups(40):
+        append(log, messages)
+    cutter = CutGroups(RUN_ID, groups_per_batch=3, staleness_max=100, first_version=1)
+    Driver(log, hops((), "centred"), RUN_ID).run_until_caught_up()
+    deliveries = log.reader(["groups"]).poll(1000, 0.0)
+    whole: list[BatchCut] = []
+    state = None
+    for delivery in deliveries:
+        assert delivery.event is not None
+        outcome = cutter.step(state, delivery.event, delivery.address)
+        state = outcome.state
+        whole += [event for event in outcome.events if isinstance(event, BatchCut)]
+    restarted: list[BatchCut] = []
+    state, kept = None, whole[:2]
+    for batch in kept:
+        state = cutter.restored(state, batch)
+    consumed = {(p.topic, p.partition): p.offset for p in kept[-1].positions}
+    for delivery in deliveries:
+        place = (delivery.address.topic, delivery.address.partition)
+        if delivery.address.offset >= consumed.get(place, 0) and delivery.event is not None:
+            outcome = cutter.step(state, delivery.event, delivery.address)
+            state = outcome.state
+            restarted += [event for event in outcome.events if isinstance(event, BatchCut)]
+    assert kept + restarted == whole
+
+
+def test_garbage_becomes_rejects_and_good_messages_between_go_through(log: MemoryLog) -> None:
+    chance = random.Random(0)
+    written = 0
+    for messages in groups(4):
+        for event in messages:
+            log.append(event)
+            log.append_bytes("messages", b"garbage", chance.randbytes(chance.randrange(40)))
+            written += 1
+    driven(log)
+    assert len(on(log, "trajectories")) == 16
+    assert len(on(log, "dead-letters")) == written
+
+
+def test_a_stage_that_rejects_too_much_stops(log: MemoryLog) -> None:
+    for _ in range(200):
+        log.append_bytes("messages", b"garbage", b"not an event")
+    with pytest.raises(TooManyRejects, match="assemble rejected"):
+        driven(log, rejects_share_max=0.5)
