@@ -100,6 +100,10 @@ class Codec:
             for event_class in topic.events:
                 self._writer(event_class)
 
+    def close(self) -> None:
+        """Lets go of the registry's connections; schemas already known can still be used."""
+        self._registry.close()
+
     def encode(self, event: Event) -> bytes:
         """Wire bytes of an event, for the one topic it belongs on."""
         data = self._writer(type(event)).write(msgspec.to_builtins(event, builtin_types=(bytes,)))

@@ -24,6 +24,8 @@ class Registry(Protocol):
 
     def schema_of(self, schema_id: int) -> dict[str, Any]: ...
 
+    def close(self) -> None: ...
+
 
 class ConfluentRegistry:
     """Any registry with the Confluent API, by URL."""
@@ -52,6 +54,9 @@ class ConfluentRegistry:
             self._schemas[schema_id] = json.loads(self._asked(lambda: self._client.get_schema(schema_id)).schema_str)
         return self._schemas[schema_id]
 
+    def close(self) -> None:
+        self._client.__exit__()  # type: ignore[no-untyped-call]  # its only way to let go of its connections
+
     def _asked(self, question: Any) -> Any:
         try:
             return question()
@@ -77,3 +82,6 @@ class MemoryRegistry:
 
     def schema_of(self, schema_id: int) -> dict[str, Any]:
         return self._schemas[schema_id]
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -150,6 +150,7 @@ class KafkaLog:
         if self._random_access is not None:
             self._random_access.close()
             self._random_access = None
+        self.codec.close()
 
     def _opened_producer(self) -> Producer:
         if self._producer is None:

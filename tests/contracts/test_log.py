@@ -5,14 +5,17 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from schemas.blobs import Blobs
 from schemas.codec import EVENT_BYTES_MAX, Codec
 from schemas.errors import Fenced
-from schemas.events import Event, Position, ToolObserved
+from schemas.events import Address, Event, Position, ToolObserved
 from schemas.registry import MemoryRegistry
 from schemas.run import Run
+from streams.driver import Driver
+from streams.hops.flow import hops
 from streams.hops.groups_to_batches import CutGroups
 from streams.log.connect import open_log
 from streams.log.memory import MemoryLog
@@ -26,8 +29,8 @@ OpenLog = Callable[[], Log]
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenLog]:
     """Opens the same log again and again, as several programs would."""
     if request.param == "memory":
-        log = MemoryLog(Codec(MemoryRegistry(), Blobs((tmp_path / "blobs").as_uri())))
-        yield lambda: log
+        memory = MemoryLog(Codec(MemoryRegistry(), Blobs((tmp_path / "blobs").as_uri())))
+        yield lambda: memory
         return
     run: Run = request.getfixturevalue("kafka_run")
     logs: list[Log] = []
@@ -56,9 +59,7 @@ def drained(reader: Reader, run_id: str) -> list[Delivery]:
 
 def appended(log: Log, run_id: str, count: int = 6) -> list[Event]:
     events = [event for messages in groups(count, run_id=run_id) for event in messages]
-    for event in events:
-        log.append(event)
-    log.flush()
+    _append_all(log, events)
     return events
 
 
@@ -83,7 +84,7 @@ def test_one_key_is_on_one_partition(opened: OpenLog, run_id: str) -> None:
 
 def test_acknowledged_address_is_where_the_event_stands(opened: OpenLog, run_id: str) -> None:
     log = opened()
-    addresses = []
+    addresses: list[Address] = []
     events = rollout(0, 0, run_id=run_id)
     for event in events:
         log.append(event, addresses.append)
@@ -93,10 +94,10 @@ def test_acknowledged_address_is_where_the_event_stands(opened: OpenLog, run_id:
 
 def test_an_address_without_event_is_an_error(opened: OpenLog, run_id: str) -> None:
     log = opened()
-    addresses = []
+    addresses: list[Address] = []
     log.append(rollout(0, 0, run_id=run_id)[0], addresses.append)
     log.flush()
-    beyond = type(addresses[0])(addresses[0].topic, addresses[0].partition, addresses[0].offset + 10_000_000)
+    beyond = Address(addresses[0].topic, addresses[0].partition, addresses[0].offset + 10_000_000)
     with pytest.raises(LookupError):
         log.read_at([beyond])
 
@@ -186,7 +187,7 @@ def test_an_event_too_large_for_the_log_is_spilled_unseen(opened: OpenLog, run_i
     log = opened()
     events = rollout(0, 0, run_id=run_id)
     observed = next(event for event in events if isinstance(event, ToolObserved))
-    large = ToolObserved(**{name: getattr(observed, name) for name in observed.__struct_fields__} | {"content": "x" * EVENT_BYTES_MAX})
+    large = msgspec.structs.replace(observed, content="x" * EVENT_BYTES_MAX)
     log.append(large)
     log.flush()
     delivery = drained(opened().reader(["messages"]), run_id)[0]
@@ -199,7 +200,7 @@ def test_a_reader_wakes_up_for_what_is_appended_later(opened: OpenLog, run_id: s
     drained(reader, run_id)
     events = rollout(0, 0, run_id=run_id)
     log = opened()
-    writer = threading.Thread(target=lambda: [log.append(event) for event in events] and log.flush())
+    writer = threading.Thread(target=_append_all, args=(log, events))
     writer.start()
     seen: list[Delivery] = []
     for _ in range(100):
@@ -210,11 +211,14 @@ def test_a_reader_wakes_up_for_what_is_appended_later(opened: OpenLog, run_id: s
     assert [delivery.event for delivery in seen] == events
 
 
+def _append_all(log: Log, events: list[Event]) -> None:
+    for event in events:
+        log.append(event)
+    log.flush()
+
+
 def _group_completed(run_id: str) -> Event:
     """Any event of a topic that few others write to."""
-    from streams.driver import Driver
-    from streams.hops.flow import hops
-
     log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
     for answer, index in (("7", 0), ("8", 1)):
         for event in rollout(0, index, answer=answer, group_size=2, run_id=run_id):

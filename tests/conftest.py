@@ -1,0 +1,27 @@
+"""What many tests need: a real broker and registry, started once and ended with the session."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.local.stack import Addresses, local_log
+from schemas.run import JobSettings, Run
+
+
+@pytest.fixture(scope="session")
+def kafka_addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
+    with local_log(tmp_path_factory.mktemp("log")) as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="session")
+def kafka_run(kafka_addresses: Addresses) -> Run:
+    """A run on the session's broker."""
+    return Run(
+        run_id="tests",
+        seed=0,
+        job=JobSettings(),
+        bootstrap_servers=kafka_addresses.bootstrap_servers,
+        registry_url=kafka_addresses.registry_url,
+        blobs_url=kafka_addresses.blobs_url,
+    )
