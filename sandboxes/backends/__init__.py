@@ -1,0 +1,1 @@
+"""One file an isolation. All keep the contract in sandboxes.protocol."""

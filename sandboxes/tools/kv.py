@@ -1,0 +1,21 @@
+"""The tool `kv`: values by key, one file a key under /work/kv."""
+
+from sandboxes.tools.tool import ToolError, tool
+
+
+@tool(needs=frozenset({"files", "keys"}))
+def kv(key: str) -> str:
+    """Look up the value of a key in the key-value store.
+
+    key: the exact key, for example panel.stock
+    """
+    import os
+
+    if not key or "/" in key or "\0" in key or key in (".", ".."):
+        raise ToolError("a key is a plain name without '/'")
+    try:
+        descriptor = os.open(f"/work/kv/{key}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, ValueError):
+        raise ToolError("not found") from None

@@ -1,0 +1,87 @@
+"""What a tool is, and `@tool`, which makes one of a typed function.
+
+The function's source is shipped into the sandbox and runs there, by the system's Python, so it must be self-contained:
+it imports what it needs inside its body, uses no name of its module but `ToolError`, and returns a str (or something
+JSON can say). `globals()` inside it lives as long as the session, if it wants to remember something. What it prints
+comes before what it returns. `raise ToolError("not found")` answers `error: not found`, an agent error that should help
+the agent; any other exception is an error of the tool.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any, overload
+
+import msgspec
+
+from sandboxes.tools.schema import parameters_of
+
+EVERYTHING = frozenset({"files", "tables", "keys"})
+
+
+class ToolError(Exception):
+    """Raised inside a tool to answer `error: <text>`. The runner has its own class of this name in the sandbox."""
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool: how the agent sees it (name, description, parameters) and what runs in the sandbox (source)."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments."""
+    source: str
+    """Python that defines a function of the tool's name."""
+    needs: frozenset[str] = EVERYTHING
+    """Parts of the world that must be in the sandbox before the first call: files, tables, keys."""
+    call_timeout_seconds: float | None = None
+    """Wall time of a call, if other than the sandbox's limit."""
+
+    def specification(self) -> dict[str, Any]:
+        """The form in which chat templates list tools."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@overload
+def tool(function: Callable[..., Any]) -> Tool: ...
+@overload
+def tool(
+    *, needs: frozenset[str] = ..., call_timeout_seconds: float | None = ...
+) -> Callable[[Callable[..., Any]], Tool]: ...
+def tool(
+    function: Callable[..., Any] | None = None,
+    *,
+    needs: frozenset[str] = EVERYTHING,
+    call_timeout_seconds: float | None = None,
+) -> Tool | Callable[[Callable[..., Any]], Tool]:
+    """Make a Tool of a self-contained function: schema from its signature, description from its docstring.
+
+    The docstring's first paragraph describes the tool; a later line `name: text` describes that argument.
+    TypeError for an argument whose type has no JSON schema here."""
+
+    def make(function: Callable[..., Any]) -> Tool:
+        documentation = inspect.getdoc(function) or ""
+        return Tool(
+            name=function.__name__,
+            description=" ".join(documentation.split("\n\n")[0].split()),
+            parameters=parameters_of(function, documentation),
+            source=shipped_source(function),
+            needs=needs,
+            call_timeout_seconds=call_timeout_seconds,
+        )
+
+    return make if function is None else make(function)
+
+
+def shipped_source(function: Callable[..., Any]) -> str:
+    """The function's own text without decorators. Its annotations stay unevaluated: their names do not exist inside.
+
+    Text, not ast.unparse, which may write f-strings that only the newest Python can read."""
+    text = textwrap.dedent(inspect.getsource(function))
+    definition = ast.parse(text).body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        raise TypeError(f"{function.__name__} is not a plain function")
+    lines = text.splitlines()[definition.lineno - 1 :]
+    return "\n".join(["from __future__ import annotations", *lines, ""])

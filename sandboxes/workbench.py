@@ -1,0 +1,152 @@
+"""What one rollout works with: its tools, its world, its weather, and a sandbox that opens at the first call.
+
+    async with Workbench(pool, toolset(["sql", "kv", "python"]), world, seed=7, owner=trajectory_id) as bench:
+        observation = await bench.call("sql", {"query": "select 1"})
+
+An error of the agent or of a tool is an observation. `SandboxFailed` is raised: the rollout has ended by infra_error.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from sandboxes.pool import Pool
+from sandboxes.protocol import Blob, ErrorKind, Sandbox, SandboxFailed, ToolResult
+from sandboxes.tools.schema import complaint
+from sandboxes.tools.tool import Tool
+from sandboxes.worlds import perturbations
+from sandboxes.worlds.world import World, set_up_world
+
+EMPTY_WORLD = World(name="empty")
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """What the agent is shown of a call, and what an event records of it."""
+
+    content: str
+    is_error: bool
+    error_kind: ErrorKind | None
+    perturbation: dict[str, Any] | None
+    milliseconds: float
+    blobs: tuple[Blob, ...] = ()
+
+
+class Workbench:
+    """The tools of one rollout. Calls are made one after another."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        tools: Mapping[str, Tool],
+        world: World | None = None,
+        *,
+        seed: int,
+        owner: str,
+        lease_seconds: float = 600.0,
+    ) -> None:
+        self.tools = dict(tools)
+        self.world = world or EMPTY_WORLD
+        self.sandbox_id: str | None = None
+        self._pool = pool
+        self._seed = seed
+        self._owner = owner
+        self._lease_seconds = lease_seconds
+        self._lease = contextlib.AsyncExitStack()
+        self._sandbox: Sandbox | None = None
+        self._parts_set_up: set[str] = set()
+        self._calls = 0
+        self._calls_run = 0
+        self._times_called: Counter[bytes] = Counter()
+
+    @property
+    def isolation(self) -> str:
+        return self._pool.backend.isolation
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Give the sandbox back. After an exception the pool throws it away."""
+        self._sandbox = None
+        await self._lease.__aexit__(kind, error, traceback)
+
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Observation:
+        """Validate, draw the weather, run, change. Raises SandboxFailed only."""
+        index, self._calls = self._calls, self._calls + 1
+        refusal = self._refusal(tool, arguments)
+        if refusal is not None:
+            return Observation(f"error: {refusal}", True, "agent", None, 0.0)
+        trouble = perturbations.draw_trouble(self.world.perturbations, self._seed, index, tool, arguments)
+        await asyncio.sleep(trouble.wait_milliseconds / 1000)
+        if trouble.is_busy:
+            perturbation = perturbations.record(trouble, (), None)
+            return Observation(perturbations.BUSY_CONTENT, True, "tool", perturbation, trouble.wait_milliseconds)
+        result = await self._run(tool, arguments, index)
+        return self._observe(result, trouble, tool, arguments)
+
+    def _refusal(self, tool: str, arguments: Mapping[str, Any]) -> str | None:
+        if tool not in self.tools:
+            return f"there is no tool {tool!r}; the tools are {', '.join(self.tools)}"
+        try:
+            msgspec.json.encode(arguments)
+        except (UnicodeEncodeError, OverflowError, RecursionError, TypeError) as error:  # half a surrogate pair
+            return f"the arguments cannot be sent as JSON: {error}"
+        return complaint(tool, self.tools[tool].parameters, arguments)
+
+    async def _run(self, tool: str, arguments: Mapping[str, Any], index: int) -> ToolResult:
+        started = time.perf_counter()
+        sandbox = await self._open()
+        failed = await self._set_up(sandbox, self.tools[tool], index)
+        if failed is not None:
+            return failed
+        self._calls_run += 1
+        result = await sandbox.call(tool, arguments, f"call-{index}")
+        return msgspec.structs.replace(result, milliseconds=(time.perf_counter() - started) * 1000)
+
+    async def _open(self) -> Sandbox:
+        if self._sandbox is None:
+            lease = self._pool.lease(owner=self._owner, seconds=self._lease_seconds)
+            self._sandbox = await self._lease.enter_async_context(lease)
+            self.sandbox_id = self._sandbox.sandbox_id
+        return self._sandbox
+
+    async def _set_up(self, sandbox: Sandbox, tool: Tool, index: int) -> ToolResult | None:
+        """Put what the tool needs of the world into the sandbox, once. The failed result, if the agent spoilt it."""
+        missing = sorted(tool.needs - self._parts_set_up)
+        self._parts_set_up.update(missing)
+        parts = {name: part for name in missing if (part := self.world.part(name))}
+        if not parts:
+            return None
+        result = await sandbox.call(set_up_world.name, parts, f"world-{index}")
+        if not result.is_error:
+            return None
+        if self._calls_run == 0:
+            raise SandboxFailed(f"world {self.world.name}: {result.content}")
+        self._parts_set_up.difference_update(missing)
+        return result  # code of the agent ran before, and may have filled the disk: its own doing
+
+    def _observe(
+        self, result: ToolResult, trouble: perturbations.Trouble, tool: str, arguments: Mapping[str, Any]
+    ) -> Observation:
+        call = msgspec.json.encode((tool, arguments), order="deterministic")
+        times_called_before = self._times_called[call]
+        self._times_called[call] += 1
+        changed = perturbations.Changed(result.content, ())
+        if not result.is_error:
+            changed = perturbations.change(trouble, result.content, times_called_before)
+        return Observation(
+            content=changed.content,
+            is_error=result.is_error,
+            error_kind=result.error_kind,
+            perturbation=perturbations.record(trouble, changed.changed_by, result.content),
+            milliseconds=result.milliseconds + trouble.wait_milliseconds,
+            blobs=result.blobs,
+        )

@@ -1,0 +1,103 @@
+"""A world is data: what the agent finds in its sandbox, and the rules of trouble. It travels in an event as JSON."""
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from sandboxes.tools.tool import Tool, ToolError, tool
+from sandboxes.worlds.perturbations import Rule
+
+type Cell = str | int | float | None
+
+
+class Table(msgspec.Struct, frozen=True):
+    """One SQL table. Rows are as long as the columns."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.columns:
+            raise ValueError("a table needs a column")
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"a row of {len(row)} cells in a table of {len(self.columns)} columns: {row}")
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True):
+    """All fields but the name may be empty. Paths of files are relative to /work."""
+
+    name: str
+    files: dict[str, str] = {}
+    tables: dict[str, Table] = {}
+    keys: dict[str, str | int | float] = {}
+    perturbations: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in self.keys:
+            if not key or "/" in key or "\0" in key or key in (".", "..") or len(key.encode()) > 255:
+                raise ValueError(f"the key {key!r} cannot be a file name")
+        for path in self.files:
+            if path.startswith("/") or ".." in path.split("/"):
+                raise ValueError(f"the path {path!r} leaves /work")
+
+    def to_json(self) -> str:
+        """One text for one world: keys sorted, no spaces, defaults left out of rules."""
+        return msgspec.json.encode(self, order="deterministic").decode()
+
+    @property
+    def world_hash(self) -> str:
+        """sha256 of the JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def part(self, name: str) -> dict[str, Any]:
+        """Files, tables or keys as plain values, for the sandbox."""
+        return msgspec.to_builtins(getattr(self, name))  # type: ignore[no-any-return]
+
+
+def world_from_json(text: str | bytes) -> World:
+    """msgspec.ValidationError, with the place, when the text is no world."""
+    return msgspec.json.decode(text, type=World)
+
+
+@tool
+def set_up_world(
+    files: dict[str, str] | None = None, tables: dict[str, Any] | None = None, keys: dict[str, Any] | None = None
+) -> None:
+    """Put parts of a world into the sandbox. Called by the workbench, never listed to an agent."""
+    import os
+    import sqlite3
+
+    try:
+        for path, text in (files or {}).items():
+            os.makedirs(os.path.dirname(f"/work/{path}"), exist_ok=True)
+            with open(f"/work/{path}", "w", encoding="utf-8") as file:
+                file.write(text)
+        if keys:
+            os.makedirs("/work/kv", exist_ok=True)
+            folder = os.open("/work/kv", os.O_RDONLY | os.O_DIRECTORY)
+            for key, value in keys.items():
+                descriptor = os.open(key, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644, dir_fd=folder)
+                os.write(descriptor, str(value).encode())
+                os.close(descriptor)
+            os.close(folder)
+        if tables:
+            connection = sqlite3.connect("/work/world.sqlite", isolation_level=None)
+            connection.execute("PRAGMA journal_mode=OFF")
+            connection.execute("PRAGMA synchronous=OFF")
+            connection.execute("BEGIN")
+            for name, table in tables.items():
+                quoted = ['"' + column.replace('"', '""') + '"' for column in table["columns"]]
+                quoted_name = '"' + name.replace('"', '""') + '"'
+                connection.execute(f"CREATE TABLE {quoted_name} ({', '.join(quoted)})")
+                marks = ", ".join("?" * len(quoted))
+                connection.executemany(f"INSERT INTO {quoted_name} VALUES ({marks})", table["rows"])
+            connection.execute("COMMIT")
+            connection.close()
+    except (OSError, sqlite3.Error) as error:
+        raise ToolError(f"the world could not be set up: {error}") from None
+
+
+WORLD_TOOLS: dict[str, Tool] = {set_up_world.name: set_up_world}
+"""A backend must know these beside the agent's tools."""

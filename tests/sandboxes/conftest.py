@@ -1,0 +1,62 @@
+"""One real bubblewrap sandbox for most tests; each test begins with a proven clean one."""
+
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from sandboxes.backends.bubblewrap import BubblewrapBackend, BubblewrapSandbox
+from sandboxes.limits import MEBIBYTE, Limits
+from sandboxes.tools.registry import SHIPPED
+from sandboxes.worlds.world import WORLD_TOOLS
+
+LIMITS = Limits(
+    cpu_seconds=3,
+    memory_bytes_max=256 * MEBIBYTE,
+    disk_bytes_max=8 * MEBIBYTE,
+    inodes_max=2000,
+    processes_max=24,
+    open_files_max=64,
+    output_bytes_max=2000,
+    call_timeout_seconds=2.0,
+)
+
+type Run = Callable[[str], Awaitable[str]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without bubblewrap the tests that need it say so."""
+    if shutil.which("bwrap") is None:
+        for item in items:
+            if {"sandbox", "backend"} & set(getattr(item, "fixturenames", ())):
+                item.add_marker(pytest.mark.skip(reason="bubblewrap is not installed"))
+
+
+@pytest.fixture(scope="session")
+def backend() -> BubblewrapBackend:
+    return BubblewrapBackend(SHIPPED | WORLD_TOOLS, LIMITS, leases_per_sandbox_max=10_000, first_uid=300_000)
+
+
+@pytest.fixture(scope="session")
+async def shared_sandbox(backend: BubblewrapBackend) -> AsyncIterator[BubblewrapSandbox]:
+    sandbox = await backend.open(0)
+    yield sandbox
+    await sandbox.close()
+
+
+@pytest.fixture
+async def sandbox(shared_sandbox: BubblewrapSandbox) -> AsyncIterator[BubblewrapSandbox]:
+    """Clean before and after: a test that soils it for good fails here."""
+    yield shared_sandbox
+    assert await shared_sandbox.reset()
+
+
+@pytest.fixture
+def run(sandbox: BubblewrapSandbox) -> Run:
+    """Run code by the python tool and return what the agent sees."""
+    calls = iter(range(1_000_000))
+
+    async def run_code(code: str) -> str:
+        return (await sandbox.call("python", {"code": code}, f"run-{next(calls)}")).content
+
+    return run_code

@@ -1,0 +1,232 @@
+"""Every tool on real data, through a workbench and a real sandbox where it needs one."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from sandboxes.backends.bubblewrap import BubblewrapBackend, BubblewrapSandbox
+from sandboxes.limits import Limits
+from sandboxes.pool import Pool
+from sandboxes.protocol import SandboxUnavailable
+from sandboxes.tools.answer import answer_in
+from sandboxes.tools.registry import SHIPPED, toolset
+from sandboxes.tools.schema import complaint
+from sandboxes.tools.tool import Tool, ToolError, tool
+from sandboxes.workbench import Workbench
+from sandboxes.worlds.world import WORLD_TOOLS, Table, World
+from tests.sandboxes.conftest import Run
+
+WORLD = World(
+    name="small",
+    files={"notes/readme.txt": "north is up\n"},
+    tables={"items": Table(("name", "price", "orders"), (("panel", 685, None), ("valve", 12, None)))},
+    keys={"panel.stock": 41, "panel.note": "a b"},
+)
+
+
+@tool
+def repeat(text: str, times: int = 2, upper: bool = False, tags: list[str] | None = None) -> str:
+    """Say a text several times.
+
+    text: what to say
+    """
+    import json
+
+    if times < 1:
+        raise ToolError("times must be at least 1")
+    if times > 100:
+        raise RuntimeError("a bug of the tool")
+    return json.dumps([text.upper() if upper else text] * times + (tags or []))
+
+
+@pytest.fixture(scope="module")
+async def pool() -> AsyncIterator[Pool]:
+    backend = BubblewrapBackend(SHIPPED | WORLD_TOOLS | {repeat.name: repeat}, Limits(), first_uid=301_000)
+    async with Pool(backend, size=1) as pool:
+        yield pool
+
+
+@pytest.fixture
+async def bench(pool: Pool) -> AsyncIterator[Workbench]:
+    async with Workbench(
+        pool, toolset(["sql", "kv", "python", "repeat"], [repeat]), WORLD, seed=1, owner="test"
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("code", "content"),
+    [
+        ("503*9+17", "4544"),
+        ("print('a'); print('b')", "a\nb\n"),
+        ("print('a', end='')\n'b'", "a\n'b'"),
+        ("x = 3", ""),
+        ("None", ""),
+        ("", ""),
+        ("# nothing", ""),
+        ("import sys; print('oops', file=sys.stderr)", "oops\n"),
+        ("import subprocess; subprocess.run(['echo', 'hi']).returncode", "hi\n0"),
+        ("'é' + chr(0xD800)", "'é\\ud800'"),
+        ("1/0", "error: ZeroDivisionError: division by zero"),
+        ("print('before'); 1/0", "before\nerror: ZeroDivisionError: division by zero"),
+        ("exit(3)", "error: SystemExit: 3"),
+        ("raise KeyboardInterrupt", "error: KeyboardInterrupt"),
+        ("open('missing')", "error: FileNotFoundError: [Errno 2] No such file or directory: 'missing'"),
+        ("2 +", "error: SyntaxError: invalid syntax (<cell>, line 1)"),
+    ],
+)
+async def test_python(run: Run, code: str, content: str) -> None:
+    assert await run(code) == content
+
+
+async def test_python_remembers_names_and_functions(run: Run) -> None:
+    await run("x = 20\ndef twice(n):\n    return n * 2 + x")
+    assert await run("twice(11)") == "42"
+
+
+async def test_python_error_is_the_agents(sandbox: BubblewrapSandbox) -> None:
+    result = await sandbox.call("python", {"code": "1/0"}, "k")
+    assert (result.is_error, result.error_kind) == (True, "agent")
+
+
+@pytest.mark.parametrize(
+    ("query", "content"),
+    [
+        ("select price from items where name='panel'", "685"),
+        ("select name, price from items order by price", "valve|12\npanel|685"),
+        ("select name, orders from items where name='valve'", "valve|NULL"),
+        ("select orders from items where name='panel'", "error: not found"),
+        ("select price from items where name='pane'", "error: not found"),
+        ("select cost from items", "error: no such column: cost"),
+        ("selec price", 'error: near "selec": syntax error'),
+        ("select 1; select 2", "error: You can only execute one statement at a time."),
+        ("insert into items values ('x', 1, 1)", "error: attempt to write a readonly database"),
+        ("attach '/work/other.db' as other", "error: not authorized"),
+    ],
+)
+async def test_sql(bench: Workbench, query: str, content: str) -> None:
+    assert (await bench.call("sql", {"query": query})).content == content
+
+
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        ("panel.stock", "41"),
+        ("panel.note", "a b"),
+        ("panel.colour", "error: not found"),
+        ("../notes/readme.txt", "error: a key is a plain name without '/'"),
+        ("..", "error: a key is a plain name without '/'"),
+        ("", "error: a key is a plain name without '/'"),
+    ],
+)
+async def test_kv(bench: Workbench, key: str, content: str) -> None:
+    assert (await bench.call("kv", {"key": key})).content == content
+
+
+async def test_kv_follows_no_link(bench: Workbench) -> None:
+    await bench.call("kv", {"key": "panel.stock"})
+    await bench.call("python", {"code": "import os; os.symlink('/runner.py', '/work/kv/link')"})
+    assert (await bench.call("kv", {"key": "link"})).content == "error: not found"
+
+
+async def test_files_of_the_world_are_there_for_python(bench: Workbench) -> None:
+    assert (await bench.call("python", {"code": "open('notes/readme.txt').read()"})).content == "'north is up\\n'"
+
+
+async def test_world_that_the_agent_spoilt_is_the_agents_error(bench: Workbench) -> None:
+    await bench.call("python", {"code": "import os; os.mkdir('/work/world.sqlite')"})
+    observation = await bench.call("sql", {"query": "select 1"})
+    assert observation.error_kind == "agent"
+    assert "could not be set up" in observation.content
+
+
+async def test_own_tool(bench: Workbench) -> None:
+    assert (await bench.call("repeat", {"text": "a", "upper": True, "tags": ["z"]})).content == '["A", "A", "z"]'
+    refused = await bench.call("repeat", {"text": "a", "times": 0})
+    assert (refused.content, refused.error_kind) == ("error: times must be at least 1", "agent")
+    broken = await bench.call("repeat", {"text": "a", "times": 101})
+    assert (broken.content, broken.error_kind) == ("error: RuntimeError: a bug of the tool", "tool")
+
+
+def test_schema_comes_from_signature_and_docstring() -> None:
+    assert repeat.description == "Say a text several times."
+    assert repeat.parameters == {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "what to say"},
+            "times": {"type": "integer"},
+            "upper": {"type": "boolean"},
+            "tags": {"type": ["array", "null"], "items": {"type": "string"}},
+        },
+        "required": ["text"],
+        "additionalProperties": False,
+    }
+
+
+def test_untyped_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match="the argument text has no type"):
+
+        @tool
+        def bad(text) -> str:  # type: ignore[no-untyped-def]
+            return str(text)
+
+
+async def test_tool_that_does_not_compile_inside_is_named() -> None:
+    newer = Tool(name="newer", description="", parameters={}, source="def newer(:\n")
+    with pytest.raises(SandboxUnavailable, match="tool newer cannot be defined"):
+        await BubblewrapBackend({"newer": newer}, first_uid=302_000).open(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "missing argument 'text'; repeat takes text (string), times (integer, optional)"),
+        ({"text": 5}, "argument 'text' must be string, not integer"),
+        ({"text": "a", "times": True}, "argument 'times' must be integer, not boolean"),
+        ({"text": "a", "tags": [1]}, "argument 'tags' must be array or null"),
+        ({"text": "a", "colour": "red"}, "unknown argument 'colour'"),
+        ("text", "arguments must be a JSON object"),
+    ],
+)
+def test_complaints_help(arguments: object, says: str) -> None:
+    said = complaint("repeat", repeat.parameters, arguments)
+    assert said is not None
+    assert says in said
+
+
+def test_fitting_arguments_give_no_complaint() -> None:
+    assert complaint("repeat", repeat.parameters, {"text": "a", "times": 3, "tags": None}) is None
+
+
+async def test_unknown_tool_is_the_agents_error(bench: Workbench) -> None:
+    observation = await bench.call("search", {})
+    assert observation.content == "error: there is no tool 'search'; the tools are sql, kv, python, repeat"
+    assert (observation.error_kind, bench.sandbox_id) == ("agent", None)
+
+
+@pytest.mark.parametrize("code", ["\ud800", 2**70])
+async def test_arguments_that_json_cannot_say_are_the_agents_error(bench: Workbench, code: object) -> None:
+    assert (await bench.call("python", {"code": code})).error_kind == "agent"
+
+
+async def test_hidden_tools_stay_hidden(bench: Workbench) -> None:
+    assert (await bench.call("set_up_world", {})).error_kind == "agent"
+
+
+def test_toolset_names_what_it_knows() -> None:
+    assert list(toolset(["kv", "sql"])) == ["kv", "sql"]
+    with pytest.raises(ValueError, match="there is no tool 'search'; known tools: kv, python, sql"):
+        toolset(["search"])
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so <answer> 685 </answer>", "685"),
+        ("<answer>1</answer><answer>2</answer>", "1"),
+        ("<answer>1", None),
+        ("", None),
+    ],
+)
+def test_answer(text: str, answer: str | None) -> None:
+    assert answer_in(text) == answer

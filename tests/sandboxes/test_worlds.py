@@ -1,0 +1,159 @@
+"""Worlds as data, and the weather around calls."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sandboxes.backends.scripted import ScriptedBackend
+from sandboxes.pool import Pool
+from sandboxes.protocol import Arguments
+from sandboxes.tools.registry import toolset
+from sandboxes.workbench import Observation, Workbench
+from sandboxes.worlds.perturbations import Rule, change, draw_trouble, stale
+from sandboxes.worlds.world import Table, World, world_from_json
+
+STOCKROOM_RULES = (
+    Rule(kind="busy", tools=("sql", "kv"), probability=0.15),
+    Rule(kind="stale", tools=("kv",), probability=0.8, match=r"\.price"),
+    Rule(kind="stale", tools=("sql",), probability=0.8, match=r"\bstock\b"),
+)
+WORLD = World(
+    name="stockroom",
+    tables={"items": Table(("name", "price", "orders"), (("panel", 685, None),))},
+    keys={"panel.stock": 41},
+    perturbations=STOCKROOM_RULES,
+)
+
+
+def test_world_survives_json() -> None:
+    again = world_from_json(WORLD.to_json())
+    assert again == WORLD
+    assert again.world_hash == WORLD.world_hash
+    assert msgspec.structs.replace(WORLD, name="other").world_hash != WORLD.world_hash
+
+
+def test_plain_json_is_a_world() -> None:
+    text = """{"name": "w", "tables": {"items": {"columns": ["name", "orders"], "rows": [["panel", null]]}},
+    "keys": {"panel.stock": "41"}, "perturbations": [{"kind": "busy", "tools": ["sql", "kv"], "probability": 0.15}]}"""
+    assert world_from_json(text).perturbations == (STOCKROOM_RULES[0],)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "w", "keys": {"../x": 1}}',
+        '{"name": "w", "files": {"../x": "y"}}',
+        '{"name": "w", "tables": {"t": {"columns": ["a"], "rows": [[1, 2]]}}}',
+        '{"name": "w", "perturbations": [{"kind": "flood", "tools": []}]}',
+        '{"name": "w", "perturbations": [{"kind": "busy", "tools": [], "probability": 2}]}',
+    ],
+)
+def test_impossible_worlds_are_refused(text: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        world_from_json(text)
+
+
+@given(st.text(alphabet="0123456789 .|x-", max_size=60), st.integers(0, 2**63))
+def test_stale_changes_every_integer_and_no_length(content: str, seed: int) -> None:
+    import re
+
+    changed = stale(content, seed, 0, 0)
+    assert len(changed) == len(content)
+    assert changed == stale(content, seed, 0, 0)
+    for old, new in zip(re.findall("[0-9]+", content), re.findall("[0-9]+", changed), strict=True):
+        assert old != new
+        assert len(old) == len(new)
+
+
+def test_rates_are_as_asked_and_draws_are_independent() -> None:
+    calls = 4000
+    arguments = {"key": "panel.price"}
+    drawn = [draw_trouble(STOCKROOM_RULES, seed, 0, "kv", arguments) for seed in range(calls)]
+    busy = sum(trouble.is_busy for trouble in drawn) / calls
+    stale_share = sum(any(index == 1 for index, _ in trouble.applying) for trouble in drawn) / calls
+    both = sum(len(trouble.applying) == 2 for trouble in drawn) / calls
+    assert abs(busy - 0.15) < 0.025
+    assert abs(stale_share - 0.8) < 0.03
+    assert abs(both - 0.12) < 0.025
+
+
+def test_match_and_tools_choose() -> None:
+    always = (Rule(kind="stale", tools=("sql",), match=r"\bstock\b"),)
+    assert draw_trouble(always, 1, 0, "sql", {"query": "select stock from items"}).applying
+    assert not draw_trouble(always, 1, 0, "sql", {"query": "select stocks from items"}).applying
+    assert not draw_trouble(always, 1, 0, "kv", {"key": "stock"}).applying
+
+
+def test_other_rules_do_not_move_a_draw() -> None:
+    one = (Rule(kind="busy", tools=("sql",), probability=0.5),)
+    two = (*one, Rule(kind="stale", tools=("sql",), probability=0.5))
+    for seed in range(50):
+        alone = draw_trouble(one, seed, 3, "sql", {}).is_busy
+        assert draw_trouble(two, seed, 3, "sql", {}).is_busy == alone
+
+
+def test_truncate_pagination_partial() -> None:
+    lines = "\n".join(f"row {n}" for n in range(5))
+    truncate = draw_trouble((Rule(kind="truncate", tools=("sql",), characters_max=7),), 1, 0, "sql", {})
+    assert change(truncate, lines, 0).content == "row 0\nr"
+    pages = draw_trouble((Rule(kind="pagination", tools=("sql",), lines_per_page=2),), 1, 0, "sql", {})
+    assert change(pages, lines, 0).content == "row 0\nrow 1\n[page 1 of 3; call again for the next]"
+    assert change(pages, lines, 2).content == "row 4\n[page 3 of 3; call again for the next]"
+    assert change(pages, lines, 3).content.startswith("row 0")
+    partial = draw_trouble((Rule(kind="partial", tools=("sql",)),), 1, 0, "sql", {})
+    kept = change(partial, lines, 0).content.split("\n")
+    assert set(kept) < set(lines.split("\n"))
+
+
+async def observe(seed: int, rules: tuple[Rule, ...], calls: int) -> list[Observation]:
+    def look_up(arguments: Arguments) -> str:
+        return "685"
+
+    backend = ScriptedBackend({"kv": look_up, "set_up_world": lambda arguments: ""})
+    world = msgspec.structs.replace(WORLD, perturbations=rules)
+    async with (
+        Pool(backend, size=1) as pool,
+        Workbench(pool, toolset(["kv"]), world, seed=seed, owner="test") as bench,
+    ):
+        made = [await bench.call("kv", {"key": "panel.price"}) for _ in range(calls)]
+        return [msgspec.structs.replace(observation, milliseconds=0.0) for observation in made]
+
+
+async def test_same_seed_same_weather() -> None:
+    assert await observe(7, STOCKROOM_RULES, 20) == await observe(7, STOCKROOM_RULES, 20)
+    assert await observe(7, STOCKROOM_RULES, 20) != await observe(8, STOCKROOM_RULES, 20)
+
+
+async def test_perturbation_is_recorded_with_its_original() -> None:
+    (busy,) = await observe(1, (Rule(kind="busy", tools=("kv",)),), 1)
+    assert (busy.content, busy.is_error, busy.error_kind) == ("error: busy", True, "tool")
+    assert busy.perturbation == {"applied": [{"rule": 0, "kind": "busy"}], "original": None}
+    (changed,) = await observe(1, (Rule(kind="stale", tools=("kv",)),), 1)
+    assert changed.content != "685"
+    assert (changed.is_error, changed.error_kind) == (False, None)
+    assert changed.perturbation == {"applied": [{"rule": 0, "kind": "stale"}], "original": "685"}
+    (calm,) = await observe(1, (), 1)
+    assert (calm.content, calm.perturbation) == ("685", None)
+
+
+async def test_latency_is_drawn_and_recorded() -> None:
+    (slow,) = await observe(1, (Rule(kind="latency", tools=("kv",), milliseconds_max=2.0),), 1)
+    assert slow.content == "685"
+    assert slow.perturbation is not None
+    assert slow.perturbation["applied"][0] == {"rule": 0, "kind": "latency"}
+    assert 0 < slow.perturbation["applied"][1]["waited_milliseconds"] <= 2.0
+
+
+async def test_sandbox_opens_at_the_first_call_that_runs() -> None:
+    backend = ScriptedBackend({"kv": lambda arguments: "1", "set_up_world": lambda arguments: ""})
+    async with (
+        Pool(backend, size=1, warm=0) as pool,
+        Workbench(pool, toolset(["kv"]), WORLD, seed=1, owner="test") as bench,
+    ):
+        await bench.call("nope", {})
+        assert (bench.sandbox_id, backend.opened) == (None, [])
+        while bench.sandbox_id is None:
+            await bench.call("kv", {"key": "panel.stock"})
+        assert bench.sandbox_id == backend.opened[0].sandbox_id
+        assert bench.isolation == "scripted"
