@@ -1,0 +1,46 @@
+# Replayground. `make` lists what can be made. All logic is in Python: deploy/install.py sets up, `replayground` does the rest.
+.DEFAULT_GOAL := help
+.PHONY: help setup run up down status test check bench lock clean distclean
+
+PACKAGES := schemas producers sandboxes streams trainer consumers deploy tests
+BIN := .venv/bin
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: setup ## install, start the local stack, run the default job, show it live (make run ARGS="--seed 1 --exit")
+	@$(BIN)/replayground run $(ARGS)
+
+test: setup ## install, then the whole test suite on its own real broker, registry and servers (ARGS="tests/deploy -k port")
+	@$(BIN)/pytest $(ARGS)
+
+check: setup ## format, lint, types and imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports
+
+bench: setup ## measure this system beside its peers and the bare parts (ARGS="--quick")
+	@$(BIN)/python -m bench $(ARGS)
+
+up: setup ## start the stack and the job in the background
+	@$(BIN)/replayground up $(ARGS)
+
+down: ## drain and stop what `make up` started
+	@$(BIN)/replayground down $(ARGS)
+
+status: ## what is running, and how far it is
+	@$(BIN)/replayground status $(ARGS)
+
+setup: ## install all that is needed, once; nothing is downloaded twice
+	@python3 deploy/install.py
+
+lock: ## resolve the Python environment anew and write requirements.lock
+	@python3 deploy/install.py lock
+
+clean: ## remove what the tools left behind (environment, downloads and runs stay)
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find $(PACKAGES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## also remove the environment and the downloads (runs stay)
+	rm -rf .venv .tools .cache

@@ -1,0 +1,186 @@
+"""The tables and views of the trace store. Every statement can be run again on a store that has it already."""
+
+_EVENTS = """
+CREATE TABLE IF NOT EXISTS events
+(
+    topic           LowCardinality(String),
+    partition       Int32,
+    offset          Int64,
+    type            LowCardinality(String)           COMMENT 'class of the event, or undecodable',
+    id              String,
+    run_id          LowCardinality(String),
+    session_id      LowCardinality(Nullable(String)) COMMENT 'demonstrations, train, or one evaluation',
+    task_id         Nullable(String),
+    group_id        Nullable(String),
+    trajectory_id   Nullable(String),
+    attempt_id      Nullable(String),
+    seq             Nullable(Int32),
+    category        LowCardinality(String),
+    sender          LowCardinality(String),
+    receiver        LowCardinality(Nullable(String)),
+    caller          LowCardinality(Nullable(String)),
+    priority        Int32,
+    headers         Map(String, String),
+    timestamp       Int64                            COMMENT 'microseconds since the epoch, event time',
+    time            DateTime64(6, 'UTC') ALIAS fromUnixTimestamp64Micro(timestamp, 'UTC'),
+    correlation_id  Nullable(String),
+    causation_id    Nullable(String),
+    idempotency_key Nullable(String),
+    purpose         LowCardinality(Nullable(String)),
+    policy_version  Nullable(Int64),
+    tokens          UInt32                           COMMENT 'sampled tokens of a TurnGenerated',
+    score           Nullable(Float64)                COMMENT 'of a RewardAssigned',
+    verdict         LowCardinality(String)           COMMENT 'of a RewardAssigned',
+    ended_by        LowCardinality(String)           COMMENT 'of a RolloutEnded, TrajectoryAssembled or RewardAssigned',
+    version         Nullable(Int64)                  COMMENT 'weights made, published, loaded or held',
+    body            String CODEC(ZSTD(1))            COMMENT 'the event as JSON without its envelope; bytes in base64',
+    INDEX by_trajectory trajectory_id TYPE bloom_filter GRANULARITY 4
+)
+ENGINE = MergeTree
+ORDER BY (run_id, type, topic, partition, offset)
+SETTINGS non_replicated_deduplication_window = 10000
+"""
+
+_WHERE = (
+    "run_id, session_id, task_id, group_id, trajectory_id, attempt_id, seq, time, timestamp, purpose, policy_version"
+)
+
+
+def _view(name: str, kind: str, columns: str, derived: bool = False) -> str:
+    """A typed view of one kind of event. A derived fact may stand on the log twice with the same id: one is shown."""
+    once = " LIMIT 1 BY id" if derived else ""
+    return f"CREATE OR REPLACE VIEW {name} AS SELECT id, {_WHERE}, {columns} FROM events WHERE type = '{kind}'{once}"
+
+
+_TASK = """
+    JSONExtractString(body, 'task', 'prompt') AS prompt,
+    JSONExtractString(body, 'task', 'reference') AS reference,
+    JSONExtractString(body, 'task', 'split') AS split,
+    JSONExtract(body, 'task', 'tags', 'Map(String, String)') AS tags
+"""
+
+_VIEWS = (
+    _view("tasks", "TaskSubmitted", f"{_TASK}, JSONExtractInt(body, 'task', 'group_size') AS group_size"),
+    _view(
+        "turns",
+        "TurnGenerated",
+        """tokens, JSONExtractString(body, 'agent') AS agent, JSONExtractString(body, 'text') AS text,
+        JSONExtractString(body, 'finish_reason') AS finish_reason, JSONExtractFloat(body, 'milliseconds') AS milliseconds,
+        JSONExtractRaw(body, 'versions') AS versions""",
+    ),
+    _view(
+        "calls",
+        "ToolCalled",
+        """JSONExtractString(body, 'call_id') AS call_id, JSONExtractString(body, 'tool') AS tool,
+        JSONExtractString(body, 'arguments') AS arguments""",
+    ),
+    _view(
+        "observations",
+        "ToolObserved",
+        """JSONExtractString(body, 'call_id') AS call_id, JSONExtractString(body, 'tool') AS tool,
+        JSONExtractString(body, 'content') AS content, JSONExtractBool(body, 'is_error') AS is_error,
+        JSONExtract(body, 'error_kind', 'Nullable(String)') AS error_kind,
+        JSONExtract(body, 'perturbation', 'Nullable(String)') AS perturbation,
+        JSONExtractFloat(body, 'milliseconds') AS milliseconds""",
+    ),
+    """CREATE OR REPLACE VIEW tool_calls AS
+        SELECT observed.*, called.arguments AS arguments FROM observations AS observed
+        LEFT ANY JOIN calls AS called
+        ON observed.attempt_id = called.attempt_id AND observed.call_id = called.call_id""",
+    _view(
+        "ends",
+        "RolloutEnded",
+        """ended_by, JSONExtract(body, 'answer', 'Nullable(String)') AS answer,
+        JSONExtract(body, 'reason', 'Nullable(String)') AS reason, JSONExtractInt(body, 'turns') AS turns,
+        JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled, JSONExtractInt(body, 'tokens_read') AS tokens_read,
+        JSONExtractFloat(body, 'milliseconds') AS milliseconds, JSONExtractFloat(body, 'cost') AS cost""",
+    ),
+    _view(
+        "trajectories",
+        "TrajectoryAssembled",
+        f"""ended_by, JSONExtractInt(body, 'index') AS index, JSONExtract(body, 'answer', 'Nullable(String)') AS answer,
+        JSONExtract(body, 'reason', 'Nullable(String)') AS reason, JSONExtractInt(body, 'turns') AS turns,
+        JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
+        JSONExtract(body, 'policy_version_oldest', 'Nullable(Int64)') AS policy_version_oldest, {_TASK},
+        JSONExtractRaw(body, 'transcript') AS transcript, JSONExtractFloat(body, 'cost') AS cost""",
+        derived=True,
+    ),
+    _view(
+        "rewards",
+        "RewardAssigned",
+        """score, verdict, ended_by, JSONExtractString(body, 'scorer') AS scorer,
+        JSONExtractString(body, 'scorer_version') AS scorer_version, JSONExtractInt(body, 'index') AS index,
+        JSONExtract(body, 'parts', 'Map(String, Float64)') AS parts, JSONExtractString(body, 'evidence') AS evidence,
+        JSONExtract(body, 'excluded_because', 'Nullable(String)') AS excluded_because,
+        JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled""",
+        derived=True,
+    ),
+    _view(
+        "groups",
+        "GroupCompleted",
+        """JSONExtractString(body, 'scorer_set') AS scorer_set, JSONExtractFloat(body, 'reward_mean') AS reward_mean,
+        JSONExtractFloat(body, 'reward_deviation') AS reward_deviation,
+        JSONExtract(body, 'dropped_because', 'Nullable(String)') AS dropped_because,
+        JSONLength(body, 'members') AS members""",
+        derived=True,
+    ),
+    _view(
+        "batches",
+        "BatchCut",
+        """JSONExtractInt(body, 'index') AS index, JSONExtractInt(body, 'base_version') AS base_version,
+        JSONExtractInt(body, 'policy_floor') AS policy_floor, JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
+        JSONLength(body, 'members') AS members, JSONLength(body, 'groups') AS groups,
+        JSONLength(body, 'groups_stale') AS groups_stale,
+        JSONExtract(body, 'groups_dropped', 'Map(String, Int64)') AS groups_dropped""",
+    ),
+    _view(
+        "steps",
+        "StepTaken",
+        """JSONExtractString(body, 'kind') AS kind, JSONExtract(body, 'base_version', 'Nullable(Int64)') AS base_version,
+        version AS new_version, JSONExtract(body, 'batch_id', 'Nullable(String)') AS batch_id,
+        JSONExtract(body, 'metrics', 'Map(String, Float64)') AS metrics,
+        JSONExtract(body, 'seconds', 'Map(String, Float64)') AS seconds,
+        JSONExtractString(body, 'code_hash') AS code_hash, JSONExtractString(body, 'config_hash') AS config_hash""",
+    ),
+    _view(
+        "weights",
+        "WeightsPublished",
+        """version, JSONExtract(body, 'base_version', 'Nullable(Int64)') AS base_version,
+        JSONExtractString(body, 'kind') AS kind,
+        arraySum(arrayMap(file -> JSONExtractInt(file, 'size_bytes'), JSONExtractArrayRaw(body, 'files'))) AS size_bytes""",
+    ),
+    _view(
+        "serving",
+        "WeightsLoaded",
+        """version, JSONExtractString(body, 'server') AS server, JSONExtractString(body, 'digest') AS digest,
+        JSONExtract(body, 'probe_gap', 'Nullable(Float64)') AS probe_gap, JSONExtractFloat(body, 'seconds') AS seconds,
+        JSONExtract(body, 'refusal', 'Nullable(String)') AS refusal""",
+    ),
+    _view(
+        "control",
+        "ControlIssued",
+        """version, JSONExtractString(body, 'command') AS command, JSONExtractString(body, 'requested_by') AS requested_by,
+        JSONExtractString(body, 'reason') AS reason""",
+    ),
+    _view(
+        "workers",
+        "WorkerSeen",
+        """JSONExtractString(body, 'worker') AS worker, JSONExtractString(body, 'role') AS role,
+        JSONExtract(body, 'load', 'Map(String, Float64)') AS load""",
+    ),
+    _view(
+        "rejects",
+        "EventRejected",
+        """JSONExtractString(body, 'stage') AS stage, JSONExtractString(body, 'reason') AS reason,
+        JSONExtractString(body, 'origin', 'topic') AS origin_topic,
+        JSONExtractInt(body, 'origin', 'partition') AS origin_partition,
+        JSONExtractInt(body, 'origin', 'offset') AS origin_offset""",
+    ),
+)
+
+STATEMENTS: tuple[str, ...] = (_EVENTS, *_VIEWS)
+TABLES: tuple[str, ...] = (
+    *("events", "tasks", "turns", "calls", "observations", "tool_calls", "ends", "trajectories", "rewards", "groups"),
+    *("batches", "steps", "weights", "serving", "control", "workers", "rejects"),
+)
+"what a person may ask about"

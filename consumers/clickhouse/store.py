@@ -1,0 +1,128 @@
+"""The trace store: ClickHouse in this process (chDB) or a server, by the same client. The only file that opens it.
+
+chDB allows one process per folder and one folder per process. A batch of rows is one block and one part of the table:
+it is there whole or not at all.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import clickhouse_connect
+from clickhouse_connect.driver.client import Client
+from clickhouse_connect.driver.exceptions import ClickHouseError
+
+from consumers.clickhouse.migrations import STATEMENTS
+from consumers.clickhouse.queries import STANDING
+from consumers.clickhouse.rows import Row, encoded
+from schemas.errors import ReplaygroundError
+
+Place = tuple[str, int]
+"a topic and a partition"
+
+
+class StoreFailed(ReplaygroundError):
+    """The store did not take the rows or could not answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a query: names of the columns, and rows."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    def dicts(self) -> list[dict[str, Any]]:
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
+
+class Store:
+    """One database of traces. Safe to share between threads: inserts, our queries and each query of a person have
+    connections of their own, so that none waits for another kind."""
+
+    def __init__(self, dsn: str, database: str, threads: int) -> None:
+        self._dsn = dsn
+        self._database = database
+        self._threads = threads
+        self._inserted: Counter[str] = Counter()
+        try:
+            opening = clickhouse_connect.get_client(dsn=dsn)
+            opening.command(f"CREATE DATABASE IF NOT EXISTS {database}")
+            opening.close()
+            self._writing = self._connected()
+            self._asking = self._connected()
+            for statement in STATEMENTS:
+                self._writing.command(statement)
+        except ClickHouseError as error:
+            raise StoreFailed(f"the trace store {dsn} cannot be opened: {error}") from error
+
+    def insert(self, rows: Sequence[Row]) -> None:
+        """Inserts rows as one block. The same rows again, in the same order, are not inserted twice. Raises StoreFailed."""
+        if not rows:
+            return
+        settings = {
+            "insert_deduplication_token": _token(rows),
+            "insert_deduplicate": 1,
+            "input_format_json_read_objects_as_strings": 1,
+            "input_format_skip_unknown_fields": 0,  # a field of the envelope without a column is an error, not a loss
+            # one block, whatever its size: with several, a crash between them would leave half a batch
+            "max_insert_block_size": len(rows) + 1,
+            "min_insert_block_size_rows": len(rows) + 1,
+            "min_insert_block_size_bytes": 0,
+            "input_format_parallel_parsing": 0,
+            "max_insert_threads": 1,
+            "max_threads": 1,
+        }
+        try:
+            self._writing.raw_insert("events", insert_block=encoded(rows), fmt="JSONEachRow", settings=settings)
+        except ClickHouseError as error:
+            raise StoreFailed(f"{len(rows)} rows were not inserted: {error}") from error
+        self._inserted.update(row["type"] for row in rows)
+
+    def inserted(self, kinds: Iterable[str]) -> int:
+        """Rows of these kinds that this process has inserted: a number that grows when an answer about them may change."""
+        return sum(self._inserted[kind] for kind in kinds)
+
+    def next_offsets(self) -> dict[Place, int]:
+        """For every partition of the log, the offset after the last one in the store."""
+        return {(topic, partition): following for topic, partition, following, _ in self.ask(STANDING).rows}
+
+    def ask(self, sql: str, parameters: Mapping[str, Any] | None = None) -> Answer:
+        """Answers a query of ours (consumers.clickhouse.queries). Raises StoreFailed."""
+        try:
+            result = self._asking.query(sql, dict(parameters or {}), settings={"max_threads": self._threads})
+        except ClickHouseError as error:
+            raise StoreFailed(f"the trace store could not answer: {error}") from error
+        return Answer(tuple(result.column_names), [tuple(row) for row in result.result_rows])
+
+    def ask_guarded(self, sql: str, settings: Mapping[str, int]) -> Answer:
+        """Answers a checked query of a person, on a connection that is thrown away. Raises StoreFailed."""
+        try:
+            client = self._connected()
+            try:
+                result = client.query(sql, settings={"max_threads": self._threads, **settings})
+            finally:
+                client.close()
+        except ClickHouseError as error:
+            raise StoreFailed(str(error)) from error
+        return Answer(tuple(result.column_names), [tuple(row) for row in result.result_rows])
+
+    def close(self) -> None:
+        self._writing.close()
+        self._asking.close()
+
+    def _connected(self) -> Client:
+        return clickhouse_connect.get_client(dsn=self._dsn, database=self._database)
+
+
+def _token(rows: Iterable[Row]) -> str:
+    """Names a batch by the stretches of the log that are in it: topic-partition-first-last of each."""
+    stretches: dict[Place, tuple[int, int]] = {}
+    for row in rows:
+        place = (row["topic"], row["partition"])
+        first, last = stretches.get(place, (row["offset"], row["offset"]))
+        stretches[place] = (min(first, row["offset"]), max(last, row["offset"]))
+    names = sorted(f"{topic}-{partition}-{first}-{last}" for (topic, partition), (first, last) in stretches.items())
+    return names[0] if len(names) == 1 else hashlib.sha256("|".join(names).encode()).hexdigest()

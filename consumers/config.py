@@ -1,0 +1,78 @@
+"""Settings of the consumer programs. One TOML section each; no heavy import, so that a wrong field is told at once."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+
+class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One vLLM server. TOML section [vllm]."""
+
+    port: int = 8100
+    "port on loopback; the server's name on the log is http://127.0.0.1:<port>"
+    threads: int = 1
+    "OpenMP threads of the model; one is best for a small model on shared cores"
+    tokens_max: int = 512
+    "longest prompt and answer together"
+    sequences_max: int = 64
+    "requests sampled in one step"
+    kv_cache_gibibytes: int = 1
+    "memory for attention caches; vLLM would take nearly all of the machine otherwise"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    "float32 makes sampling agree with the trainer to 1e-5; others are for machines with a GPU"
+    start_seconds_max: float = 300.0
+    "a server that is not healthy by then has failed"
+    folder: str = ""
+    "where the first weights are unpacked; empty: a temporary folder"
+    arguments: tuple[str, ...] = ()
+    "more arguments for `vllm serve`, as they are"
+
+
+class ReloaderSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The program that brings weights to vLLM servers. TOML section [reloader]."""
+
+    servers: tuple[str, ...] = ("http://127.0.0.1:8100",)
+    "addresses of the servers; each is also the server's name on the log"
+    probe_tolerance: float = 1e-3
+    "greatest difference allowed between the server's and the trainer's log-probabilities of the probe"
+    pause_mode: Literal["wait", "abort"] = "wait"
+    "what happens to turns under way: wait = they end on the old weights, so a turn has one version; abort = they are lost"
+    pause_seconds_max: float = 60.0
+    "a server that cannot pause within this is reported and tried again"
+    request_seconds_max: float = 60.0
+    "longest wait for any other answer of a server"
+    poll_seconds: float = 1.0
+    "how often a server is asked what it serves, so that a restarted one is noticed"
+    retry_seconds: float = 1.0
+    "wait after the first failure; doubles with each further one"
+    retry_seconds_max: float = 30.0
+    "longest wait between tries"
+    skipped_versions_max: int = 8
+    "versions that were passed over are loaded and verified on the way to the newest, at most so many at once"
+    folders_kept: int = 3
+    "unpacked weight versions kept on disk per server"
+    folder: str = ""
+    "where weights are unpacked, readable by the servers; empty: a temporary folder"
+
+
+class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The program that keeps the trace store and serves SQL and the web page. TOML section [traces]."""
+
+    dsn: str = "chdb:///tmp/replayground-traces"
+    "chdb:///folder for ClickHouse in this process, or clickhouse://user:password@host:port/database for a server"
+    database: str = "replayground"
+    "name of the database; made when it is not there"
+    port: int = 8200
+    "port on loopback of the web page and the SQL interface"
+    batch_rows_max: int = 10_000
+    "rows inserted at once at most; bounds the memory of the program"
+    flush_seconds: float = 1.0
+    "a row waits no longer than this for others to be inserted with"
+    sql_seconds_max: float = 20.0
+    "longest run of a statement that a person asks"
+    sql_rows_max: int = 10_000
+    "rows returned to a person at most"
+    sql_memory_bytes_max: int = 1_000_000_000
+    "memory of a statement that a person asks"
+    threads: int = 1
+    "threads of ClickHouse for one query; the cores are shared with sampling and training"

@@ -1,0 +1,149 @@
+"""The traces program: every topic of the log into ClickHouse, and the web page, SQL and reports over it.
+
+    TraceWriter   deliveries → rows → one insert → commit, bounded by rows and by time
+    LagWatch      asks the log every few seconds how far each stage is behind
+    web           (consumers.dashboard.web) the page and the interface, in a thread of this process
+
+Only this process opens the store. The store itself says how far it has come: what it has already is passed over, so a
+crash between insert and commit, or a commit that failed, adds nothing twice (P9).
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from consumers.clickhouse import queries
+from consumers.clickhouse.rows import Row, event_row, undecodable_row
+from consumers.clickhouse.store import Place, Store
+from consumers.config import TracesSettings
+from consumers.lag_watch import LagWatch
+from schemas.errors import BadInput, LogUnavailable
+from schemas.events import Address
+from schemas.metrics import Pulse
+from schemas.run import Run
+from schemas.topics import TOPICS
+from streams.log.connect import open_log
+from streams.log.protocol import Delivery, Log, Reader
+
+_FORGETTING = ("control", "weights")
+"topics whose old messages may be removed from the log by age or by a tombstone"
+
+_log = structlog.get_logger(__name__)
+
+
+def run(run: Run, settings: TracesSettings, pulse: Pulse, stop: threading.Event) -> None:
+    """Writes traces and serves the page until stopped."""
+    from consumers.dashboard.web import WebServer  # after the settings are known to be good: it takes seconds to import
+
+    log = open_log(run)
+    store = Store(settings.dsn, settings.database, settings.threads)
+    lag = LagWatch(log, run, pulse)
+    writer = TraceWriter(log, store, run, settings, pulse)
+    web = WebServer(store, log, run, settings, lag, writer)
+    try:
+        lag.start()
+        web.start()
+        pulse.detail = f"page on http://127.0.0.1:{settings.port}"
+        writer.write_until(stop)
+    finally:
+        web.stop()
+        lag.stop()
+        store.close()
+        log.close()
+
+
+class TraceWriter:
+    """Brings the log into the store. `write_until` belongs to one thread; `await_caught_up` may be called by any."""
+
+    def __init__(self, log: Log, store: Store, run: Run, settings: TracesSettings, pulse: Pulse) -> None:
+        self._log = log
+        self._store = store
+        self._group = f"traces-{run.run_id}"
+        self._settings = settings
+        self._pulse = pulse
+        self._following: dict[Place, int] = store.next_offsets()
+        self._asked = threading.Event()
+        self._answered = threading.Event()
+
+    def write_until(self, stop: threading.Event) -> None:
+        """Reads and inserts until stopped; what was read is inserted before it returns. Raises StoreFailed,
+        LogUnavailable, and BadInput when the store was filled from another log."""
+        self._must_be_of_this_log()
+        reader = self._log.reader([topic.name for topic in TOPICS], group=self._group)
+        try:
+            while not stop.is_set():
+                deliveries = self._gathered(reader, stop)
+                # before the insert: what arrives during it is not in the store when we say that all is
+                complete = self._asked.is_set() and reader.caught_up()
+                with self._pulse.busy():
+                    self.insert(deliveries)
+                if deliveries:
+                    _commit(reader)
+                if complete:
+                    self._answered.set()
+        finally:
+            reader.close()
+
+    def insert(self, deliveries: Sequence[Delivery]) -> None:
+        """Inserts what the store does not have yet."""
+        rows = [_row(delivery) for delivery in deliveries if self._is_new(delivery)]
+        self._store.insert(rows)
+        for row in rows:
+            self._following[row["topic"], row["partition"]] = row["offset"] + 1
+        self._pulse.count("events_read", len(deliveries))
+
+    def await_caught_up(self, timeout_seconds: float) -> bool:
+        """Waits until everything that is on the log at this moment is in the store; False when that takes too long."""
+        self._answered.clear()
+        self._asked.set()
+        try:
+            return self._answered.wait(timeout_seconds)
+        finally:
+            self._asked.clear()
+
+    def _gathered(self, reader: Reader, stop: threading.Event) -> list[Delivery]:
+        """What arrives within the flush time, at most one batch."""
+        deliveries: list[Delivery] = []
+        flush_at = time.monotonic() + self._settings.flush_seconds
+        while not stop.is_set():
+            patience_seconds = flush_at - time.monotonic()
+            room = self._settings.batch_rows_max - len(deliveries)
+            if patience_seconds <= 0 or room <= 0:
+                break
+            deliveries += reader.poll(room, patience_seconds)
+        return deliveries
+
+    def _is_new(self, delivery: Delivery) -> bool:
+        address = delivery.address
+        return address.offset >= self._following.get((address.topic, address.partition), 0)
+
+    def _must_be_of_this_log(self) -> None:
+        """Offsets say what the store has already: on a log that was begun anew they would hide its first events."""
+        for topic, partition, offset, event_id in self._store.ask(queries.LAST_EVENTS).rows:
+            if topic in _FORGETTING:
+                continue
+            try:
+                (event,) = self._log.read_at([Address(topic, partition, offset)])
+            except LookupError:
+                event = None
+            if event is None or event.meta.id != event_id:
+                raise BadInput(
+                    f"the trace store {self._settings.dsn} was filled from another log ({topic}/{partition} at {offset} "
+                    "differs): set [traces] dsn to another folder, or remove that one to have it filled again"
+                )
+
+
+def _row(delivery: Delivery) -> Row:
+    if delivery.event is not None:
+        return event_row(delivery.address, delivery.event)
+    return undecodable_row(delivery.address, delivery.key, delivery.value, delivery.undecodable or "")
+
+
+def _commit(reader: Reader) -> None:
+    """A commit that fails costs a second delivery, which the store passes over."""
+    try:
+        reader.commit()
+    except LogUnavailable as error:
+        _log.warning("commit_failed", error=str(error))

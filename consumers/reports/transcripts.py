@@ -1,0 +1,98 @@
+"""Transcripts out of the trace store, as people read them."""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from consumers.clickhouse import queries
+from consumers.clickhouse.store import Store
+from schemas.events import Utterance
+
+
+class Listed(Struct, frozen=True, kw_only=True):
+    """One line of the list of transcripts."""
+
+    trajectory_id: str
+    attempt_id: str | None
+    session_id: str | None
+    purpose: str | None
+    policy_version: int | None
+    ended_by: str
+    timestamp: int
+    score: float | None
+
+
+class Judgement(Struct, frozen=True, kw_only=True):
+    scorer: str
+    score: float | None
+    verdict: str
+    evidence: str
+
+
+class Transcript(Struct, frozen=True, kw_only=True):
+    """One attempt, told."""
+
+    trajectory_id: str
+    session_id: str | None
+    purpose: str | None
+    version: int | None
+    ended_by: str
+    reason: str | None
+    timestamp: int
+    prompt: str
+    reference: str | None
+    answer: str | None
+    turns: int
+    tokens_sampled: int
+    utterances: list[Utterance]
+    judgements: list[Judgement]
+
+
+def listed(
+    store: Store, run_id: str, *, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
+) -> list[Listed]:
+    """The newest judged trajectories. `outcome` is "passed", "failed" or "" for both."""
+    asked = {"run": run_id, "purpose": purpose, "outcome": outcome, "session": session, "rows": rows}
+    return [Listed(**row) for row in store.ask(queries.TRANSCRIPTS, asked).dicts()]
+
+
+def transcript(store: Store, run_id: str, trajectory_id: str) -> Transcript | None:
+    """One trajectory, or None when there is no such one."""
+    asked = {"run": run_id, "trajectory": trajectory_id}
+    found = store.ask(queries.TRANSCRIPT, asked).dicts()
+    if not found:
+        return None
+    row, body = found[0], msgspec.json.decode(found[0]["body"])
+    judgements = [
+        Judgement(scorer=r["scorer"], score=r["score"], verdict=r["verdict"], evidence=r["evidence"])
+        for r in store.ask(queries.REWARDS_OF, asked).dicts()
+        if r["attempt_id"] == row["attempt_id"]
+    ]
+    return _told(trajectory_id, row, body, judgements)
+
+
+def telling(store: Store, run_id: str, session: str, passed: bool) -> Transcript | None:
+    """A trajectory of the session that passed or failed, the one with the most to read."""
+    asked = {"run": run_id, "session": session, "passed": int(passed)}
+    rows = store.ask(queries.TELLING, asked).rows
+    return transcript(store, run_id, rows[0][0]) if rows else None
+
+
+def _told(trajectory_id: str, row: dict[str, Any], body: dict[str, Any], judgements: list[Judgement]) -> Transcript:
+    return Transcript(
+        trajectory_id=trajectory_id,
+        session_id=row["session_id"],
+        purpose=row["purpose"],
+        version=body["policy_version_oldest"],
+        ended_by=row["ended_by"],
+        reason=body["reason"],
+        timestamp=row["timestamp"],
+        prompt=body["task"]["prompt"],
+        reference=body["task"]["reference"],
+        answer=body["answer"],
+        turns=body["turns"],
+        tokens_sampled=body["tokens_sampled"],
+        utterances=msgspec.convert(body["transcript"], list[Utterance]),
+        judgements=judgements,
+    )

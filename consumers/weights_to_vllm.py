@@ -1,0 +1,346 @@
+"""The reloader: brings every server to the weights that the log asks for, verified, and says so on the log.
+
+    targets   (pure)  weights and control, folded: which version should be served now
+    Keeper            one thread a server: asks what it serves, brings it to the target, retries with back-off
+    bring             unpack → pause → reload → reset the prefix cache → probe → label → resume, every answer checked
+
+A server's version label is set only after the probe agreed, and a server is resumed only after its label is set: so a
+server that is not paused and says "5" serves version 5, whoever died in between (P10).
+"""
+
+import math
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+from msgspec import Struct
+
+from consumers.config import ReloaderSettings
+from consumers.vllm_admin import ServerRefused, ServerUnreachable, VllmAdmin
+from consumers.weights_files import WeightsFolder, digest_of
+from schemas.blobs import Blobs
+from schemas.errors import BlobDamaged, LogUnavailable, ReplaygroundError
+from schemas.events import ControlIssued, Event, Meta, WeightsLoaded, WeightsPublished
+from schemas.ids import new_id, now_microseconds
+from schemas.metrics import Pulse
+from schemas.packed import unpack_logprobs, unpack_tokens
+from schemas.run import Run
+from streams.log.connect import open_log
+from streams.log.protocol import Log
+
+UNVERIFIED = "unverified"
+"label of a server whose weights are being changed; no version's label"
+
+_log = structlog.get_logger(__name__)
+
+
+class Hold(Struct, frozen=True):
+    """Somebody needs this version to stay."""
+
+    version: int
+    session_id: str | None
+
+
+class Targets(Struct, frozen=True):
+    """What the log asks the servers to serve: a fold over weights, control and serving of one run."""
+
+    published: dict[int, WeightsPublished] = {}
+    holds: tuple[Hold, ...] = ()
+    tried: frozenset[tuple[str, int]] = frozenset()
+    "servers and the versions that they loaded or refused"
+
+    def wanted(self) -> WeightsPublished | None:
+        """The version of the oldest hold, once it exists; else the newest. Until a held version exists, what is newest
+        stays: that is how it comes into being."""
+        held = next((self.published[hold.version] for hold in self.holds if hold.version in self.published), None)
+        return held or (self.published[max(self.published)] if self.published else None)
+
+    def skipped(self, server: str, count_max: int) -> list[WeightsPublished]:
+        """Versions before the wanted one that this server never tried, oldest first."""
+        wanted = self.wanted()
+        if wanted is None or count_max < 1:
+            return []
+        versions = [v for v in sorted(self.published) if v < wanted.version and (server, v) not in self.tried]
+        return [self.published[version] for version in versions[-count_max:]]
+
+
+def advanced(targets: Targets, event: Event) -> Targets:
+    """The next state after an event; events that say nothing about weights change nothing."""
+    match event:
+        case WeightsPublished():
+            published = {**targets.published, event.version: event}
+            return Targets(published, targets.holds, targets.tried)
+        case WeightsLoaded():
+            return Targets(targets.published, targets.holds, targets.tried | {(event.server, event.version)})
+        case ControlIssued(command="hold", version=int(version)):
+            hold = Hold(version, event.meta.session_id)
+            holds = targets.holds if hold in targets.holds else (*targets.holds, hold)
+            return Targets(targets.published, holds, targets.tried)
+        case ControlIssued(command="release", version=int(version)):
+            holds = _released(targets.holds, Hold(version, event.meta.session_id))
+            return Targets(targets.published, holds, targets.tried)
+    return targets
+
+
+def _released(holds: tuple[Hold, ...], released: Hold) -> tuple[Hold, ...]:
+    """Takes away the hold of the same session; a release by somebody else frees the version for all."""
+    if released in holds:
+        return tuple(hold for hold in holds if hold != released)
+    return tuple(hold for hold in holds if hold.version != released.version)
+
+
+class Mailbox:
+    """The newest targets, for the keepers to wait on."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._targets = Targets()
+        self._closed = False
+
+    def put(self, targets: Targets) -> None:
+        with self._changed:
+            self._targets = targets
+            self._changed.notify_all()
+
+    def get(self) -> Targets:
+        with self._changed:
+            return self._targets
+
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait(self, known: WeightsPublished | None, seconds: float) -> None:
+        """Returns when another version is wanted than the known one, when closed, or after these seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._targets.wanted() is not known, seconds)
+
+
+def run(run: Run, settings: ReloaderSettings, pulse: Pulse, stop: threading.Event) -> None:
+    """Keeps the servers at the target until stopped."""
+    log = open_log(run)
+    try:
+        serve(log, run, settings, pulse, stop)
+    finally:
+        log.close()
+
+
+def serve(log: Log, run: Run, settings: ReloaderSettings, pulse: Pulse, stop: threading.Event) -> None:
+    """The reloader over any log."""
+    reporter = Reporter(log, run, pulse)
+    mailbox = Mailbox()
+    with tempfile.TemporaryDirectory(prefix="replayground-weights-") as temporary:
+        root = Path(settings.folder or temporary)
+        keepers = [
+            threading.Thread(
+                target=Keeper(server, settings, _folder(root, server, run), mailbox, reporter).keep, args=(stop,)
+            )
+            for server in settings.servers
+        ]
+        try:
+            _follow(log, run, mailbox, keepers, pulse, stop)
+        finally:
+            stop.set()  # an error here must not leave keepers behind that hold the process open
+            mailbox.close()
+            for keeper in keepers:
+                if keeper.ident is not None:
+                    keeper.join()
+
+
+def _folder(root: Path, server: str, run: Run) -> WeightsFolder:
+    name = "".join(character if character.isalnum() else "-" for character in server)
+    return WeightsFolder(root / name, Blobs(run.blobs_url))
+
+
+def _follow(
+    log: Log, run: Run, mailbox: Mailbox, keepers: list[threading.Thread], pulse: Pulse, stop: threading.Event
+) -> None:
+    """Reads the log into the mailbox; keepers start when the past is known, or an old version would be loaded first."""
+    reader = log.reader(["weights", "control", "serving"])
+    try:
+        targets = Targets()
+        while not stop.is_set():
+            for delivery in reader.poll(events_max=1000, timeout_seconds=0.5):
+                pulse.count("events_read")
+                if delivery.event is not None and delivery.event.meta.run_id == run.run_id:
+                    targets = advanced(targets, delivery.event)
+            if targets is not mailbox.get():
+                mailbox.put(targets)
+            if keepers and keepers[0].ident is None and reader.caught_up():
+                for keeper in keepers:
+                    keeper.start()
+            ended = [keeper for keeper in keepers if keeper.ident is not None and not keeper.is_alive()]
+            if ended and not stop.is_set():
+                raise RuntimeError("a thread of the reloader ended by an error; its log line says which")
+    finally:
+        reader.close()
+
+
+class Reporter:
+    """Appends WeightsLoaded events; shared by the keepers."""
+
+    def __init__(self, log: Log, run: Run, pulse: Pulse) -> None:
+        self._log = log
+        self._run = run
+        self._pulse = pulse
+        self._one_at_a_time = threading.Lock()
+
+    def loaded(
+        self, server: str, published: WeightsPublished, gap: float | None, seconds: float, refusal: str | None
+    ) -> None:
+        """Writes the fact and waits until the log has it."""
+        event = WeightsLoaded(
+            meta=Meta(
+                id=new_id(),
+                run_id=self._run.run_id,
+                category="serving",
+                topic="serving",
+                sender=self._run.worker,
+                receiver=server,
+                timestamp=now_microseconds(),
+                causation_id=published.meta.id,
+                policy_version=published.version,
+            ),
+            server=server,
+            version=published.version,
+            digest=digest_of(published.files),
+            probe_gap=gap,
+            seconds=seconds,
+            refusal=refusal,
+        )
+        with self._one_at_a_time:
+            self._log.append(event)
+            self._log.flush()
+            self._pulse.count("events_written")
+            if refusal is None:
+                self._pulse.gauge("version", published.version)
+
+
+class Keeper:
+    """Keeps one server at the target, in a thread of its own."""
+
+    def __init__(
+        self, server: str, settings: ReloaderSettings, folder: WeightsFolder, mailbox: Mailbox, reporter: Reporter
+    ) -> None:
+        self._admin = VllmAdmin(server, settings.request_seconds_max)
+        self._server = server
+        self._settings = settings
+        self._folder = folder
+        self._mailbox = mailbox
+        self._reporter = reporter
+        self._failures = 0
+        self._log = _log.bind(server=server)
+
+    def keep(self, stop: threading.Event) -> None:
+        """Until stopped: see what the server serves, bring it to the target, wait for news."""
+        try:
+            while not stop.is_set():
+                targets = self._mailbox.get()
+                self._mailbox.wait(targets.wanted(), self._attend(targets))
+        except Exception:
+            self._log.exception("reloader_thread_failed")
+            raise
+        finally:
+            self._admin.close()
+
+    def _attend(self, targets: Targets) -> float:
+        """One look at the server. Returns the seconds to wait until the next."""
+        wanted = targets.wanted()
+        if wanted is None:
+            return self._settings.poll_seconds
+        try:
+            if not self._serves(wanted.version):
+                self._bring(targets.skipped(self._server, self._settings.skipped_versions_max), wanted)
+        except ServerUnreachable as error:
+            # a server that starts or restarts is no refusal: there is nobody yet who could refuse
+            self._log.info("server_unreachable", error=str(error))
+            return self._settings.poll_seconds
+        except (ServerRefused, BlobDamaged, LogUnavailable, OSError) as error:
+            self._failures += 1
+            self._log.error("weights_refused", version=wanted.version, failures=self._failures, error=str(error))
+            return float(
+                min(self._settings.retry_seconds * 2 ** (self._failures - 1), self._settings.retry_seconds_max)
+            )
+        self._failures = 0
+        return self._settings.poll_seconds
+
+    def _serves(self, version: int) -> bool:
+        """The label is given only to verified weights, so label and no pause together prove it."""
+        return self._admin.weight_version() == str(version) and not self._admin.is_paused()
+
+    def _bring(self, skipped: Sequence[WeightsPublished], wanted: WeightsPublished) -> None:
+        """Loads what was passed over and then the wanted version in one pause; resumes only when that one is proven."""
+        folders = [(published, self._unpacked(published)) for published in (*skipped, wanted)]
+        folder = folders[-1][1]
+        if folder is None:
+            raise BlobDamaged(f"version {wanted.version} cannot be unpacked")
+        began = time.monotonic()
+        self._reported(wanted, began, self._pause)
+        for published, skipped_folder in folders[:-1]:
+            if skipped_folder is not None:
+                self._try_on_the_way(published, skipped_folder)
+        gap = self._reported(wanted, began, lambda: self._load(wanted, folder))
+        self._reported(wanted, began, lambda: self._admin.set_weight_version(str(wanted.version)))
+        seconds = time.monotonic() - began
+        # told before it is resumed: if telling fails, the server stays paused and all of this is done again
+        self._reporter.loaded(self._server, wanted, gap, seconds, None)
+        self._reported(wanted, began, self._admin.resume)
+        self._log.info("weights_loaded", version=wanted.version, probe_gap=gap, seconds=round(seconds, 3))
+        self._folder.keep_newest(self._settings.folders_kept)
+
+    def _unpacked(self, published: WeightsPublished) -> Path | None:
+        """Done before the pause, since sampling stands still in it. A damaged version is a refusal."""
+        try:
+            return self._folder.unpack(published)
+        except BlobDamaged as error:
+            self._reporter.loaded(self._server, published, None, 0.0, str(error))
+            return None
+
+    def _pause(self) -> None:
+        self._admin.pause(self._settings.pause_mode, self._settings.pause_seconds_max)
+        self._admin.set_weight_version(UNVERIFIED)
+
+    def _try_on_the_way(self, published: WeightsPublished, folder: Path) -> None:
+        """Proves that a version that nobody will sample from can be served. A refusal is a fact and no obstacle."""
+        began = time.monotonic()
+        try:
+            gap = self._load(published, folder)
+        except ServerRefused as error:
+            self._reporter.loaded(self._server, published, None, time.monotonic() - began, str(error))
+        else:
+            self._reporter.loaded(self._server, published, gap, time.monotonic() - began, None)
+
+    def _load(self, published: WeightsPublished, folder: Path) -> float:
+        """Fills the paused server and proves by its own log-probabilities that it has these weights. Returns the gap."""
+        self._admin.reload_weights(str(folder.resolve()))
+        self._admin.reset_prefix_cache()
+        tokens = unpack_tokens(published.probe.tokens)
+        expected = unpack_logprobs(published.probe.logprobs)
+        gap = _gap(self._admin.prompt_logprobs(tokens), expected)
+        if gap > self._settings.probe_tolerance:
+            raise ServerRefused(
+                f"the server's log-probabilities of the probe differ from the trainer's by {gap:.3g}, "
+                f"more than {self._settings.probe_tolerance:g}"
+            )
+        return gap
+
+    def _reported[Result](self, wanted: WeightsPublished, began: float, action: Callable[[], Result]) -> Result:
+        """Does it; a refusal goes onto the log before it goes up. The server then stays paused: it is out."""
+        try:
+            return action()
+        except ReplaygroundError as error:
+            self._reporter.loaded(self._server, wanted, None, time.monotonic() - began, str(error))
+            raise
+
+
+def _gap(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The greatest difference; endless when one of them is no number."""
+    if len(found) != len(expected):
+        raise ServerRefused(f"the probe has {len(expected)} log-probabilities and the server gave {len(found)}")
+    differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+    return max(differences, default=0.0) if all(map(math.isfinite, differences)) else math.inf

@@ -1,0 +1,166 @@
+"""The config of a job: one TOML file, one section a program, plus [job], [local] and [harness].
+
+Sections are the settings classes of the programs, so a field exists here exactly when a program reads it. Fields that
+name addresses or folders may be left out: the local stack fills them in (deploy.resolve).
+"""
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+from msgspec import Struct
+
+from consumers.config import ReloaderSettings, TracesSettings, VllmSettings
+from deploy.programs import PROGRAM_BY_NAME
+from producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
+from schemas.errors import BadInput
+from schemas.run import JobSettings
+from streams.config import CutSettings, StreamsSettings
+from trainer.config import TrainerSettings
+
+DEFAULT_CONFIG = Path(__file__).parent / "config" / "stockroom.toml"
+
+
+class LocalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The local stack. TOML section [local]."""
+
+    programs: tuple[str, ...] = tuple(PROGRAM_BY_NAME)
+    "what is started here; leave out vllm, say, when [rollouts] and [reloader] name servers elsewhere"
+    kafka_port: int = 0
+    "0 = any free port, here and below"
+    controller_port: int = 0
+    "Kafka's own, for its metadata"
+    registry_port: int = 0
+    registry_management_port: int = 0
+    kafka_heap_mebibytes: int = 512
+    registry_heap_mebibytes: int = 384
+    disk_free_bytes_min: int = 2 * 1024**3
+    "a run does not start, and ends orderly, when the disk has less room than this"
+    restarts_max: int = 5
+    "a program that had to be started again more often than this ends the run"
+
+
+class HarnessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What surrounds every program. TOML section [harness]."""
+
+    heartbeat_seconds: float = 2.0
+    "how often a program says on the log that it lives, and how it does"
+    stall_seconds: float = 300.0
+    "a program that has work waiting and takes none for this long has stalled: it logs an error and its /healthz fails"
+
+
+class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a run can be told."""
+
+    job: JobSettings = JobSettings()
+    feeder: FeederSettings = FeederSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    rollouts: RolloutsSettings = RolloutsSettings()
+    streams: StreamsSettings = StreamsSettings()
+    cut: CutSettings = CutSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    vllm: VllmSettings = VllmSettings()
+    reloader: ReloaderSettings = ReloaderSettings()
+    traces: TracesSettings = TracesSettings()
+    local: LocalSettings = LocalSettings()
+    harness: HarnessSettings = HarnessSettings()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as it stands, relative paths made absolute. Raises BadInput with the line of a mistake."""
+    try:
+        with path.open("rb") as file:
+            raw = tomllib.load(file)
+    except OSError as error:
+        raise BadInput(
+            f"{path} cannot be read ({error.strerror}): name a TOML file, such as {DEFAULT_CONFIG}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is no TOML: {error}") from error
+    for section in raw.values():
+        if not isinstance(section, dict):
+            raise BadInput(f"{path}: fields stand in sections: {', '.join(f'[{name}]' for name in _fields(Config))}")
+    return _with_absolute_paths(raw, path.absolute().parent)
+
+
+def parse_config(raw: dict[str, Any], source: Path) -> Config:
+    """Checks every field. Raises BadInput that names file, section.field and what is allowed."""
+    try:
+        config = msgspec.convert(raw, Config, strict=True)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{source}: {_explain(str(error))}") from error
+    _require_agreement(config, source)
+    return config
+
+
+def load_config(path: Path) -> Config:
+    """A config file, read and checked."""
+    return parse_config(read_toml(path), path)
+
+
+def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Paths in a config are relative to it; programs run elsewhere."""
+    for keys in (("job", "module"), ("feeder", "tasks_file"), ("trainer", "model", "path")):
+        section: Any = raw
+        for key in keys[:-1]:
+            section = section.get(key, {}) if isinstance(section, dict) else {}
+        value = section.get(keys[-1]) if isinstance(section, dict) else None
+        is_path = isinstance(value, str) and (keys[-1] != "module" or value.endswith(".py"))
+        if is_path:
+            section[keys[-1]] = str(folder / str(value))
+    return raw
+
+
+def _require_agreement(config: Config, source: Path) -> None:
+    """What concerns more than one section, and what is cheaper to notice now than by a program in a minute."""
+    if config.job.staleness_target > config.job.staleness_max:
+        raise BadInput(f"{source}: job.staleness_target must be at most job.staleness_max ({config.job.staleness_max})")
+    unknown = [name for name in config.local.programs if name not in PROGRAM_BY_NAME]
+    if unknown:
+        raise BadInput(f"{source}: local.programs: there is no {unknown[0]}; allowed: {', '.join(PROGRAM_BY_NAME)}")
+    if config.feeder.tasks_file is not None and not Path(config.feeder.tasks_file).is_file():
+        raise BadInput(
+            f"{source}: feeder.tasks_file {config.feeder.tasks_file} does not exist: name a JSONL file of tasks"
+        )
+    if config.trainer.model.path is not None:
+        _require_model(Path(config.trainer.model.path), source)
+
+
+def _require_model(folder: Path, source: Path) -> None:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        raise BadInput(
+            f"{source}: trainer.model.path {folder} is no model folder (it has no {', no '.join(missing)}): name a "
+            "folder with config.json, tokenizer.json and *.safetensors, or leave the field out"
+        )
+
+
+def _explain(problem: str) -> str:
+    """msgspec's message in the words of a TOML file."""
+    what, _, where = problem.partition(" - at `$")
+    path = [part for part in where.rstrip("`").lstrip(".").split(".") if part]
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what)
+    if unknown is None:
+        return f"{'.'.join(path)}: {what.replace('`', '')}"
+    name, allowed = unknown.group(1), list(_fields(_settings_at(path)))
+    close = difflib.get_close_matches(name, allowed, 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    if not path:
+        return f"there is no section [{name}]; {hint}allowed: {', '.join(f'[{section}]' for section in allowed)}"
+    return f"[{'.'.join(path)}] has no field {name}; {hint}allowed: {', '.join(allowed)}"
+
+
+def _settings_at(path: list[str]) -> Any:
+    settings: Any = Config
+    for part in path:
+        settings = get_type_hints(settings)[part]
+    return settings
+
+
+def _fields(settings: Any) -> tuple[str, ...]:
+    return tuple(settings.__struct_fields__)

@@ -1,0 +1,266 @@
+"""Installs all that is needed, each part once: `python3 deploy/install.py` (what `make setup` calls).
+
+Runs on any bare Python from 3.9 on, with the standard library alone, because nothing else is there yet. A part is made
+again only when what it is made from has changed: its stamp, kept inside the part, holds a digest of that. When all
+stamps hold, nothing is started and no network is needed.
+
+`python3 deploy/install.py lock` resolves the Python environment anew and writes requirements.lock.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
+TOOLS = ROOT / ".tools"
+ENVIRONMENT = ROOT / ".venv"
+LOCK = ROOT / "requirements.lock"
+OUTPUT = CACHE / "install.log"
+UV = TOOLS / "bin" / "uv"
+PYTHON = ENVIRONMENT / "bin" / "python"
+
+UV_VERSION = "0.13.7"
+PYTHON_VERSION = "3.12"
+DEBIAN_PACKAGE_BY_COMMAND = {"bwrap": "bubblewrap", "chromium": "chromium", "setpriv": "util-linux"}
+
+
+class Missing(Exception):
+    """Something a person has to provide; one line that says what. Exit code 2."""
+
+
+class Failed(Exception):
+    """A command of ours went wrong; its output is in the log. Exit code 1."""
+
+
+class Part(NamedTuple):
+    """Something to be installed."""
+
+    name: str
+    stamp: Path
+    "a file inside the part, so that deleting the part deletes it"
+    sources: tuple[Path, ...]
+    "the part is made again when one of these changes"
+    make: Callable[[], None]
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        CACHE.mkdir(exist_ok=True)
+        with _alone():
+            if arguments == ["lock"]:
+                _install(_tools_part())
+                write_lock()
+            else:
+                require_commands()
+                for part in parts():
+                    _install(part)
+    except Missing as missing:
+        print(missing, file=sys.stderr)
+        return 2
+    except Failed as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped; run it again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parts() -> tuple[Part, ...]:
+    """Everything, in the order it has to be made."""
+    project = (ROOT / "pyproject.toml", ROOT / "deploy/vllm_cpu/pyproject.toml")
+    local = ROOT / "deploy/local"
+    java = (local / "kafka/pom.xml", local / "registry/pom.xml", local / "kafka.py", local / "registry.py")
+    return (
+        _tools_part(),
+        Part("Python environment", ENVIRONMENT / ".installed", (LOCK, *project), _make_environment),
+        Part("Kafka", CACHE / "kafka/.installed", java[:1], lambda: _fetch_jars("kafka", unpack=False)),
+        Part("schema registry", CACHE / "registry/.installed", java[1:2], lambda: _fetch_jars("registry", unpack=True)),
+        Part("fast start of Java", CACHE / "java/.installed", (LOCK, local / "java.py", *java), _warm_java),
+    )
+
+
+def require_commands() -> None:
+    """Debian packages: installed when we are root, otherwise named in one line. Raises Missing."""
+    packages = {package for command, package in DEBIAN_PACKAGE_BY_COMMAND.items() if shutil.which(command) is None}
+    if not UV.exists() and not _can_make_environments():
+        packages.add("python3-venv")
+    if packages:
+        _install_debian_packages(sorted(packages))
+    jars = [part for part in parts() if part.name in ("Kafka", "schema registry")]
+    if shutil.which("mvn") is None and not all(map(_is_installed, jars)):
+        raise Missing("mvn is missing, which fetches Kafka and the schema registry: run `apt-get install maven`")
+
+
+def write_lock() -> None:
+    """Resolves pyproject.toml and writes requirements.lock, which names packages and hashes but no host."""
+    _run([str(UV), "lock"])
+    export = [str(UV), "export", "--quiet", "--frozen", "--no-header", "--all-groups", "--no-emit-project"]
+    _run([*export, "--no-emit-package", "vllm", "--output-file", str(LOCK)])
+    named = [line for line in LOCK.read_text().splitlines() if "://" in line or line.startswith("-")]
+    if named:
+        LOCK.unlink()
+        raise Failed(f"the lock would name a host, so it was not kept: {named[0]}")
+    print(f"requirements.lock holds {LOCK.read_text().count('==')} packages")
+
+
+def _tools_part() -> Part:
+    return Part("uv", TOOLS / ".installed", (), _make_tools)
+
+
+def _make_tools() -> None:
+    if not UV.exists():
+        _run([sys.executable, "-m", "venv", "--clear", str(TOOLS)])
+    _run([str(TOOLS / "bin/python"), "-m", "pip", "install", "--quiet", f"uv=={UV_VERSION}"])
+
+
+def _make_environment() -> None:
+    if not _is_wanted_python():
+        try:
+            _run([str(UV), "venv", "--quiet", "--clear", "--python", PYTHON_VERSION, str(ENVIRONMENT)])
+        except Failed as failed:
+            raise Missing(
+                f"Python {PYTHON_VERSION} is missing and uv could not download it: install python{PYTHON_VERSION} "
+                f"(for example `pyenv install {PYTHON_VERSION}`) and run this again"
+            ) from failed
+    install = [str(UV), "pip", "install", "--python", str(PYTHON), "--no-deps", "--no-build-isolation"]
+    # without bytecode vLLM needs more than two minutes to start
+    sync = [str(UV), "pip", "sync", "--python", str(PYTHON), "--require-hashes", "--compile-bytecode"]
+    _run([*sync, str(LOCK)])
+    _run([*install, "--reinstall-package", "vllm", str(ROOT / "deploy/vllm_cpu")])
+    _run([*install, "--reinstall-package", "replayground", "--editable", str(ROOT)])
+
+
+def _fetch_jars(name: str, unpack: bool) -> None:
+    """Lets Maven copy what deploy/local/<name>/pom.xml asks for into .cache/<name>/, whole or not at all."""
+    unfinished, folder = CACHE / f"{name}.unfinished", CACHE / name
+    shutil.rmtree(unfinished, ignore_errors=True)
+    copy = ["dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={unfinished}"]
+    _run(["mvn", "-B", "-q", "-f", str(ROOT / f"deploy/local/{name}/pom.xml"), *copy])
+    if unpack:
+        (archive,) = unfinished.glob("*.tar.gz")
+        _run(["tar", "-xzf", str(archive), "-C", str(unfinished)])
+        archive.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def _warm_java() -> None:
+    """Starts broker and registry once and keeps what the Java machine learned: every later start takes a third."""
+    _run([str(PYTHON), "-m", "deploy.local.warm"])
+
+
+def _install(part: Part) -> None:
+    if _is_installed(part):
+        return
+    if part.stamp.exists():
+        part.stamp.unlink()
+    with _progress(part.name):
+        part.make()
+    part.stamp.parent.mkdir(exist_ok=True)
+    part.stamp.write_text(_digest(part))
+
+
+def _is_installed(part: Part) -> bool:
+    return part.stamp.exists() and part.stamp.read_text() == _digest(part)
+
+
+def _digest(part: Part) -> str:
+    digest = hashlib.sha256(f"{UV_VERSION} {PYTHON_VERSION}".encode())
+    for source in part.sources:
+        if not source.exists():
+            raise Missing(
+                f"{source.relative_to(ROOT)} is missing: take a whole copy of the project, or run `make lock`"
+            )
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _install_debian_packages(packages: list[str]) -> None:
+    if shutil.which("apt-get") is None:
+        raise Missing(f"{', '.join(packages)} missing: install with your system's package manager")
+    command = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
+    if os.geteuid() != 0:
+        raise Missing(f"Debian packages are missing: run `sudo {shlex.join(command)}`")
+    with _progress("Debian packages " + " ".join(packages)):
+        _run(["apt-get", "update", "-q"])
+        _run(command)
+
+
+def _can_make_environments() -> bool:
+    """Debian's python3 comes without ensurepip, in a package of its own."""
+    return subprocess.run([sys.executable, "-c", "import ensurepip, venv"], capture_output=True).returncode == 0
+
+
+def _is_wanted_python() -> bool:
+    if not PYTHON.exists():
+        return False
+    ask = [str(PYTHON), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    return subprocess.run(ask, capture_output=True, text=True).stdout.strip() == PYTHON_VERSION
+
+
+def _run(command: list[str]) -> None:
+    """Runs a command with its output in the log. Raises Failed with the last lines of it."""
+    with OUTPUT.open("a") as output:
+        output.write(f"\n$ {shlex.join(command)}\n")
+        output.flush()
+        began = output.tell()
+        returned = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
+    if returned != 0:
+        with OUTPUT.open(errors="replace") as output:
+            output.seek(began)
+            last = "\n".join(output.read().strip().splitlines()[-8:])
+        raise Failed(f"{last}\n`{shlex.join(command)}` failed; all of its output is in {OUTPUT.relative_to(ROOT)}")
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Two installations at once would trip over each other: the second one waits."""
+    with (CACHE / "install.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another installation in this folder", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _progress(name: str) -> Iterator[None]:
+    """Shows a mark and the seconds while the block runs."""
+    began = time.monotonic()
+    ended = threading.Event()
+    ticker: threading.Thread | None = None
+    if sys.stdout.isatty():
+        ticker = threading.Thread(target=_tick, args=(name, began, ended), daemon=True)
+        ticker.start()
+    mark = "✗"
+    try:
+        yield
+        mark = "✓"
+    finally:
+        ended.set()
+        if ticker is not None:
+            ticker.join()
+        start = "\r" if ticker is not None else ""
+        print(f"{start}{mark} {name} {time.monotonic() - began:.1f} s", flush=True)
+
+
+def _tick(name: str, began: float, ended: threading.Event) -> None:
+    while not ended.wait(0.2):
+        print(f"\r· {name} {time.monotonic() - began:.0f} s", end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

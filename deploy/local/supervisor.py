@@ -1,0 +1,135 @@
+"""The supervisor of a local stack: supervisord. Its settings file, and a client of its control socket.
+
+Everything it starts dies with it: each command is wrapped so that the kernel kills it when the supervisor is gone.
+"""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+from xmlrpc.client import Fault, ServerProxy
+
+from supervisor.xmlrpc import Faults, SupervisorTransport
+
+from schemas.errors import BadInput
+
+_LOG_BYTES_MAX = "20MB"
+_LOG_BACKUPS = 3
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A program to be kept running."""
+
+    name: str
+    command: Sequence[str]
+    starts_at_once: bool = False
+    "otherwise it waits for Control.start"
+    settled_seconds: int = 5
+    "ending before this counts as a failed start: tried again some times, then given up"
+    stop_seconds_max: int = 30
+    "time to drain; after that it is killed"
+
+
+@dataclass(frozen=True)
+class ProgramState:
+    """How a program stands."""
+
+    name: str
+    state: str
+    "STOPPED, STARTING, RUNNING, BACKOFF (waits to be tried again), STOPPING, EXITED, FATAL (given up)"
+    pid: int
+    exit_code: int
+    since_seconds: int
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("STOPPED", "EXITED", "FATAL")
+
+
+def render(socket: Path, logs: Path, programs: Iterable[Supervised], *, as_root: bool) -> str:
+    """The settings file. It names no environment: programs inherit the supervisor's."""
+    sections = [
+        f"[unix_http_server]\nfile={_value(str(socket))}\nchmod=0700\n",
+        "[supervisord]\nnodaemon=true\nsilent=true\n"
+        + f"logfile={_value(str(logs / 'supervisor.log'))}\nlogfile_maxbytes={_LOG_BYTES_MAX}\nlogfile_backups=1\n"
+        + f"pidfile={_value(str(logs.parent / 'supervisor.pid'))}\nchildlogdir={_value(str(logs))}\n"
+        + ("user=root\n" if as_root else ""),  # without it, supervisord warns a root user at every start
+        "[rpcinterface:supervisor]\nsupervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface\n",
+    ]
+    sections += [_section(program, logs, priority) for priority, program in enumerate(programs, 1)]
+    return "\n".join(sections)
+
+
+def _section(program: Supervised, logs: Path, priority: int) -> str:
+    """Programs are stopped in the reverse of the order they are named in."""
+    wrapped = ["setpriv", "--pdeathsig", "KILL", "--", *program.command]
+    settings = {
+        "command": _value(shlex.join(wrapped)),
+        "directory": _value(str(logs.parent)),
+        "priority": priority,
+        "autostart": str(program.starts_at_once).lower(),
+        "autorestart": "true",
+        "startsecs": program.settled_seconds,
+        "startretries": 5,
+        "stopsignal": "TERM",
+        "stopwaitsecs": program.stop_seconds_max,
+        "killasgroup": "true",
+        "redirect_stderr": "true",
+        "stdout_logfile": _value(str(logs / f"{program.name}.log")),
+        "stdout_logfile_maxbytes": _LOG_BYTES_MAX,
+        "stdout_logfile_backups": _LOG_BACKUPS,
+    }
+    return f"[program:{program.name}]\n" + "".join(f"{name}={value}\n" for name, value in settings.items())
+
+
+def _value(text: str) -> str:
+    """A value as supervisord reads it: % starts an expansion, and a comment cannot be quoted away."""
+    if " ;" in text or " #" in text or "\n" in text:
+        raise BadInput(f"a path with ' ;', ' #' or a line break cannot be used here: {text!r}; move the folder")
+    return text.replace("%", "%%")
+
+
+class Control:
+    """Speaks to a running supervisor. Calls block for the moment they take; OSError when nobody is there."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+
+    def states(self) -> dict[str, ProgramState]:
+        """Every program by name, in the order of the settings file."""
+        return {info["name"]: _state(info) for info in self._asked("getAllProcessInfo")}
+
+    def start(self, name: str) -> None:
+        """Starts a program; does not wait for it."""
+        self._asked("startProcess", name, False)
+
+    def stop(self, name: str) -> None:
+        """Tells a program to drain; does not wait for it. A program that is not running is left alone."""
+        try:
+            self._asked("stopProcess", name, False)
+        except Fault as fault:
+            if fault.faultCode != Faults.NOT_RUNNING:
+                raise
+
+    def _asked(self, method: str, *arguments: Any) -> Any:
+        # a connection of its own for each question: the transport cannot be used again after one that failed
+        transport = SupervisorTransport(None, None, f"unix://{self._socket}")
+        try:
+            return getattr(ServerProxy("http://127.0.0.1", transport=transport).supervisor, method)(*arguments)
+        except HTTPException as error:  # it ended while it was asked
+            raise ConnectionError(f"the supervisor did not answer: {error}") from error
+        finally:
+            transport.close()
+
+
+def _state(info: dict[str, Any]) -> ProgramState:
+    return ProgramState(
+        name=info["name"],
+        state=info["statename"],
+        pid=info["pid"],
+        exit_code=info["exitstatus"],
+        since_seconds=max(0, info["now"] - info["start"]) if info["start"] else 0,
+    )

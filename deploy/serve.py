@@ -1,0 +1,278 @@
+"""The harness behind `replayground serve <program>`: everything a program has besides its work.
+
+logs        structlog, one JSON object a line on stderr; the last line of a bad input is plain, for people
+stop        SIGTERM and SIGINT set an event; the program drains and returns; exit code 0
+heartbeat   WorkerSeen on the control topic every few seconds, from the program's pulse and the process itself
+health      /healthz and /metrics (Prometheus) on a loopback port
+stall       work is waiting and none is taken: an error in the log, and /healthz fails
+"""
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import psutil
+import structlog
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from deploy.programs import Program
+from deploy.resolve import Resolved
+from schemas.errors import BadInput, LogUnavailable
+from schemas.events import Meta, WorkerSeen
+from schemas.ids import new_id, now_microseconds
+from schemas.metrics import FIGURES, Pulse
+from schemas.run import Run
+from streams.log.connect import open_log
+
+logger = structlog.get_logger()
+
+_HEARTBEAT_FLUSH_SECONDS = 5.0
+
+
+def serve(program: Program, resolved: Resolved, worker: str) -> int:
+    """Runs a program until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input."""
+    configure_logs(program.name)
+    harness = Harness(program.name, resolved.run_of(worker), resolved.config.harness.stall_seconds)
+    harness.stop_on_signals()
+    try:
+        # before the health port opens: a program that cannot be imported must not look alive for a moment
+        run_function = program.load()
+        with (
+            harness.health_page(resolved.health_ports[program.name]),
+            harness.heartbeat(resolved.config.harness.heartbeat_seconds),
+        ):
+            logger.info("started", run_id=harness.run.run_id, worker=worker)
+            run_function(harness.run, getattr(resolved.config, program.name), harness.pulse, harness.stop)
+            harness.wait_for_stop()
+        logger.info("drained")
+    except BadInput as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    except Exception:  # the last line of defence: told with its traceback, and the supervisor starts us again
+        logger.exception("crashed")
+        return 1
+    return 0
+
+
+def configure_logs(program: str) -> None:
+    """structlog as JSON on stderr; what libraries log by the standard library comes out the same way."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.processors.JSONRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    structlog.contextvars.bind_contextvars(program=program)
+    renderer: list[Any] = [
+        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+        structlog.processors.JSONRenderer(),
+    ]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=renderer))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+
+
+@dataclass
+class StallWatch:
+    """Notices a program that has work waiting and takes none. Time is an argument."""
+
+    stall_seconds: float
+    _read_before: float = -1.0
+    _moved_at: float | None = field(default=None)
+
+    def is_stalled(self, figures: dict[str, float], now: float) -> bool:
+        """True when lag is above zero and events_read has not grown for stall_seconds."""
+        read = figures.get("events_read", 0.0)
+        if self._moved_at is None or read != self._read_before or figures.get("lag", 0.0) <= 0:
+            self._read_before, self._moved_at = read, now
+        return now - self._moved_at >= self.stall_seconds
+
+
+class Harness:
+    """What surrounds one running program."""
+
+    def __init__(self, role: str, run: Run, stall_seconds: float) -> None:
+        self.role = role
+        self.run = run
+        self.pulse = Pulse()
+        self.stop = threading.Event()
+        self.stalled = False
+        self._watch = StallWatch(stall_seconds)
+        self._usage = Usage()
+
+    def stop_on_signals(self) -> None:
+        def told(signal_number: int, frame: object) -> None:
+            self.stop.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, told)
+
+    def wait_for_stop(self) -> None:
+        """A program that has done all its work stays, idle, until the stack ends: whoever is missing has failed."""
+        if not self.stop.is_set():
+            logger.info("finished")
+            self.pulse.detail = "finished"
+            self.stop.wait()
+
+    def figures(self) -> dict[str, float]:
+        return self.pulse.figures() | self._usage.figures()
+
+    @contextmanager
+    def heartbeat(self, seconds: float) -> Iterator[None]:
+        """Beats while the block runs, and once more at its end, with the final figures."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._beat_until, args=(ended, seconds), name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join(_HEARTBEAT_FLUSH_SECONDS)
+
+    @contextmanager
+    def health_page(self, port: int) -> Iterator[None]:
+        server = _HealthServer(("127.0.0.1", port), self)
+        thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            server.server_close()
+
+    def _beat_until(self, ended: threading.Event, seconds: float) -> None:
+        log = open_log(self.run)
+        while True:
+            is_last = ended.wait(seconds)
+            figures = self.figures()
+            self._notice_stall(figures)
+            try:
+                log.append(self._worker_seen(figures))
+                log.flush(_HEARTBEAT_FLUSH_SECONDS)
+            except LogUnavailable as error:
+                # the program meets the same broker and decides for itself; a missed beat is no reason to end
+                logger.warning("heartbeat missed", reason=str(error))
+                log = open_log(self.run)
+            if is_last:
+                return
+
+    def _notice_stall(self, figures: dict[str, float]) -> None:
+        stalled = self._watch.is_stalled(figures, time.monotonic())
+        if stalled and not self.stalled:
+            logger.error(
+                "stalled", lag=figures.get("lag"), events_read=figures.get("events_read"), doing=self.pulse.detail
+            )
+        elif self.stalled and not stalled:
+            logger.info("goes on after a stall")
+        self.stalled = stalled
+
+    def _worker_seen(self, figures: dict[str, float]) -> WorkerSeen:
+        meta = Meta(
+            id=new_id(),
+            run_id=self.run.run_id,
+            category="heartbeat",
+            topic="control",
+            sender=self.run.worker,
+            timestamp=now_microseconds(),
+            headers={"detail": self.pulse.detail} if self.pulse.detail else {},
+        )
+        return WorkerSeen(meta=meta, worker=self.run.worker, role=self.role, load=figures)
+
+
+class Usage:
+    """Memory and processor time of this process and everything below it."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._peak_bytes = 0.0
+        self._ended_cpu_seconds = 0.0
+        self._cpu_seconds_by_process: dict[tuple[int, float], float] = {}
+
+    def figures(self) -> dict[str, float]:
+        memory_bytes = 0.0
+        seen: dict[tuple[int, float], float] = {}
+        for process in [self._process, *self._process.children(recursive=True)]:
+            try:
+                with process.oneshot():
+                    times = process.cpu_times()
+                    memory_bytes += process.memory_info().rss
+                    seen[process.pid, process.create_time()] = times.user + times.system
+            except psutil.Error:  # a child that ended while it was looked at
+                continue
+        self._remember_ended(seen)
+        self._peak_bytes = max(self._peak_bytes, memory_bytes)
+        return {
+            "memory_bytes": memory_bytes,
+            "memory_bytes_peak": self._peak_bytes,
+            "cpu_seconds": self._ended_cpu_seconds + sum(seen.values()),
+        }
+
+    def _remember_ended(self, seen: dict[tuple[int, float], float]) -> None:
+        """Time of children that are gone still counts, or the figure would fall."""
+        for process, seconds in self._cpu_seconds_by_process.items():
+            if process not in seen:
+                self._ended_cpu_seconds += seconds
+        self._cpu_seconds_by_process = seen
+
+
+class _Figures(Collector):
+    """The figures of a harness as Prometheus reads them."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness = harness
+
+    def collect(self) -> Iterable[Metric]:
+        labels = [self._harness.role, self._harness.run.worker]
+        for name, value in self._harness.figures().items():
+            family = GaugeMetricFamily(f"replayground_{name}", FIGURES[name], labels=["program", "worker"])
+            family.add_metric(labels, value)
+            yield family
+
+
+class _HealthServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], harness: Harness) -> None:
+        super().__init__(address, _HealthHandler)
+        self.harness = harness
+        self.registry = CollectorRegistry()
+        self.registry.register(_Figures(harness))
+
+
+class _HealthHandler(BaseHTTPRequestHandler):
+    server: _HealthServer
+
+    def do_GET(self) -> None:
+        pages: dict[str, Callable[[], tuple[int, bytes]]] = {"/healthz": self._health, "/metrics": self._metrics}
+        page = pages.get(self.path.partition("?")[0])
+        status, body = page() if page is not None else (404, b"/healthz and /metrics are here\n")
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _health(self) -> tuple[int, bytes]:
+        if self.server.harness.stalled:
+            return 503, b"stalled: work is waiting and none is taken\n"
+        return 200, (self.server.harness.pulse.detail or "ok").encode() + b"\n"
+
+    def _metrics(self) -> tuple[int, bytes]:
+        return 200, generate_latest(self.server.registry)
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the name is the base class's
+        """Whoever scrapes every few seconds would fill the log."""

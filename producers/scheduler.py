@@ -1,0 +1,437 @@
+"""scheduler: asks for rollouts, as many as staleness allows, and again when the infrastructure failed one.
+
+Plan is pure: `apply` folds what happened, `decide` says what to ask for next. The shell reads the log from its beginning,
+lets the plan catch up before its first decision, and writes what it decides; so a restart repeats nothing. Events of
+different topics arrive in any order, and every fold here gives the same state for each of them.
+"""
+
+import hashlib
+import heapq
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from functools import singledispatchmethod
+
+from producers.attempt import Attempt, close_unplayed
+from producers.config import SchedulerSettings
+from schemas.events import (
+    BatchCut,
+    Event,
+    GroupCompleted,
+    Meta,
+    Purpose,
+    RolloutRequested,
+    Sampling,
+    Task,
+    TaskSubmitted,
+    TrajectoryAssembled,
+    WeightsLoaded,
+    WeightsPublished,
+)
+from schemas.ids import derived_id, now_microseconds
+from schemas.metrics import Pulse
+from schemas.run import Run
+from streams.log.connect import open_log
+from streams.log.protocol import Log
+from streams.rules.staleness import groups_allowed
+
+TOPICS_READ = ("tasks", "rollouts", "trajectories", "groups", "batches", "weights", "serving")
+_SENDER = "scheduler"
+
+
+def run(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Event) -> None:
+    """Schedules until told to stop. Raises LogUnavailable."""
+    log = open_log(run)
+    try:
+        schedule(run, settings, pulse, stop, log)
+    finally:
+        log.close()
+
+
+def schedule(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Event, log: Log) -> None:
+    """The program over any log."""
+    plan = Plan(run, settings)
+    reader = log.reader(TOPICS_READ)
+    pulse.detail = "reads the log"
+    caught_up = False
+    try:
+        while not stop.is_set():
+            deliveries = reader.poll(5000, settings.poll_seconds)
+            for delivery in deliveries:
+                if delivery.event is not None:  # what cannot be read is rejected by the stage that owns it
+                    plan.apply(delivery.event)
+            pulse.count("events_read", len(deliveries))
+            caught_up = caught_up or reader.caught_up()
+            if caught_up:
+                _write(plan.decide(now_microseconds()), log, pulse)
+                _tell(plan, pulse)
+    finally:
+        reader.close()
+
+
+def _write(events: list[Event], log: Log, pulse: Pulse) -> None:
+    if events:
+        for event in events:
+            log.append(event)
+        log.flush()
+        pulse.count("events_written", len(events))
+
+
+def _tell(plan: "Plan", pulse: Pulse) -> None:
+    pulse.gauge("running", plan.rollouts_running)
+    pulse.gauge("waiting", plan.tasks_waiting)
+    pulse.gauge("version", plan.version)
+    pulse.detail = (
+        f"groups: {plan.groups_accepted} accepted, {plan.groups_running} running, {plan.groups_budget} allowed"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What every member of a group is asked with."""
+
+    task_id: str
+    session_id: str | None
+    purpose: Purpose
+    priority: int
+    task: Task
+    sampling: Sampling
+    required_version: int | None
+
+    @property
+    def group_id(self) -> str:
+        return derived_id("group", self.task_id)
+
+    @classmethod
+    def of(cls, event: TaskSubmitted | RolloutRequested) -> "_Ask":
+        meta = event.meta
+        return cls(
+            task_id=meta.task_id or "",
+            session_id=meta.session_id,
+            purpose=meta.purpose or "train",
+            priority=meta.priority,
+            task=event.task,
+            sampling=event.sampling,
+            required_version=event.required_version,
+        )
+
+
+@dataclass(slots=True)
+class _Member:
+    """One place of a group."""
+
+    retry: int = -1
+    "of the newest request; -1 = not asked for yet"
+    failed: set[str] = field(default_factory=set)
+    "ids of requests that ended by infra_error or not at all"
+    ended: bool = False
+    closed: bool = False
+    repair_due: bool = False
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group under way. Known from its requests, or from a trajectory that was read before them."""
+
+    ask: _Ask | None = None
+    members: dict[int, _Member] = field(default_factory=dict)
+    members_ended: int = 0
+
+
+class Plan:
+    """What is asked for, what came of it, and what to ask for next. Pure: time is an argument."""
+
+    def __init__(self, run: Run, settings: SchedulerSettings) -> None:
+        self._run = run
+        self._settings = settings
+        self._known_tasks: set[str] = set()
+        self._finished: set[str] = set()
+        "tasks whose groups are over; all that is kept of them"
+        self._pending: dict[tuple[Purpose, int | None], deque[_Ask]] = {}
+        "tasks not asked for yet, by purpose and required version"
+        self._groups: dict[str, _Group] = {}
+        "by task id"
+        self._members_open: Counter[str] = Counter()
+        "by purpose"
+        self._unsettled: set[str] = set()
+        "tasks whose groups want a look: a member is missing or has failed"
+        self._repairs: list[tuple[int, str, int]] = []
+        self._overdue: list[tuple[int, str, int, int]] = []
+        self._train_running: set[str] = set()
+        "group ids"
+        self._completed: set[str] = set()
+        self._accepted: set[str] = set()
+        self._stale: set[str] = set()
+        self._serving: dict[str, int] = {}
+        self._version_served_max = -1
+        self.version = -1
+        "newest published version"
+
+    # what happened
+
+    def apply(self, event: Event) -> None:
+        """Takes note of a fact. The same fact twice, or facts of other runs, change nothing."""
+        if event.meta.run_id == self._run.run_id:
+            self._fold(event)
+
+    @singledispatchmethod
+    def _fold(self, event: Event) -> None:
+        """Facts that scheduling does not depend on."""
+
+    @_fold.register
+    def _(self, event: TaskSubmitted) -> None:
+        ask = _Ask.of(event)
+        if ask.task_id in self._known_tasks or ask.task_id in self._finished:
+            return
+        self._known_tasks.add(ask.task_id)
+        self._pending.setdefault((ask.purpose, ask.required_version), deque()).append(ask)
+
+    @_fold.register
+    def _(self, event: RolloutRequested) -> None:
+        ask = _Ask.of(event)
+        if ask.purpose == "train" and ask.group_id not in self._completed:
+            self._train_running.add(ask.group_id)  # also when all members have ended: it may yet be judged live
+        group = self._group(ask.task_id)
+        if group is None:
+            return
+        if group.ask is None:
+            group.ask = ask
+            self._members_open[ask.purpose] += ask.task.group_size - group.members_ended
+        member = group.members.setdefault(event.index, _Member())
+        if event.retry > member.retry:
+            member.retry = event.retry
+            due = event.deadline + int(self._settings.overdue_seconds * 1e6)
+            heapq.heappush(self._overdue, (due, ask.task_id, event.index, event.retry))
+        self._unsettled.add(ask.task_id)
+
+    @_fold.register
+    def _(self, event: TrajectoryAssembled) -> None:
+        task_id = event.meta.task_id or ""
+        group = None if event.meta.purpose == "replay" else self._group(task_id)
+        if group is None:
+            return
+        member = group.members.setdefault(event.index, _Member())
+        if event.ended_by == "infra_error":
+            member.failed.add(event.meta.correlation_id or "")
+            self._unsettled.add(task_id)
+        elif not member.ended:
+            member.ended = True
+            group.members_ended += 1
+            if group.ask is not None:
+                self._members_open[group.ask.purpose] -= 1
+            self._finish_if_over(task_id, group, event.task.group_size)
+
+    @_fold.register
+    def _(self, event: GroupCompleted) -> None:
+        group_id = event.meta.group_id or ""
+        if event.meta.purpose != "train" or group_id in self._completed:
+            return
+        self._completed.add(group_id)
+        self._train_running.discard(group_id)
+        if event.dropped_because is None:
+            self._accepted.add(group_id)
+
+    @_fold.register
+    def _(self, event: BatchCut) -> None:
+        self._stale.update(event.groups_stale)
+
+    @_fold.register
+    def _(self, event: WeightsPublished) -> None:
+        self.version = max(self.version, event.version)
+
+    @_fold.register
+    def _(self, event: WeightsLoaded) -> None:
+        if event.refusal is not None:
+            self._serving.pop(event.server, None)  # what it serves now is not known to be verified
+            return
+        self._serving[event.server] = event.version
+        self._version_served_max = max(self._version_served_max, event.version)
+
+    def _group(self, task_id: str) -> _Group | None:
+        """The group of a task, new if it must be; None when it is over."""
+        return None if task_id in self._finished else self._groups.setdefault(task_id, _Group())
+
+    def _finish_if_over(self, task_id: str, group: _Group, group_size: int) -> None:
+        if group.members_ended < group_size:
+            return
+        self._finished.add(task_id)
+        self._known_tasks.discard(task_id)
+        self._unsettled.discard(task_id)
+        del self._groups[task_id]
+
+    # what follows
+
+    def decide(self, now: int) -> list[Event]:
+        """What to write next; it counts as done at once. `now` is in microseconds."""
+        events: list[Event] = []
+        self._note_overdue(now)
+        self._settle(now, events)
+        self._repair(now, events)
+        self._demonstrate(now, events)
+        self._evaluate(now, events)
+        self._train(now, events)
+        return events
+
+    @property
+    def groups_accepted(self) -> int:
+        return len(self._accepted - self._stale)
+
+    @property
+    def groups_running(self) -> int:
+        return len(self._train_running)
+
+    @property
+    def groups_budget(self) -> int:
+        """Upper bound of accepted and running groups."""
+        job = self._run.job
+        versions_trained = max(0, self.version - self._run.job.first_version)
+        return groups_allowed(versions_trained, job.staleness_target, job.groups_per_batch)
+
+    @property
+    def rollouts_running(self) -> int:
+        return sum(self._members_open.values())
+
+    @property
+    def tasks_waiting(self) -> int:
+        return sum(len(asks) for asks in self._pending.values())
+
+    def _note_overdue(self, now: int) -> None:
+        """A request whose end was never seen has failed: its worker died and nobody took it over."""
+        while self._overdue and self._overdue[0][0] <= now:
+            _, task_id, index, retry = heapq.heappop(self._overdue)
+            group = self._groups.get(task_id)
+            member = group.members[index] if group is not None else None
+            if member is not None and member.retry == retry and not member.ended:
+                member.failed.add(_request_id(task_id, index, retry))
+                self._unsettled.add(task_id)
+
+    def _settle(self, now: int, events: list[Event]) -> None:
+        """Asks for members that a crash left out, and sets a time for those that failed."""
+        unsettled, self._unsettled = self._unsettled, set()
+        for task_id in unsettled:
+            group = self._groups[task_id]
+            if group.ask is None:
+                continue  # only trajectories of it were read yet; its requests will bring it here again
+            for index in range(group.ask.task.group_size):
+                member = group.members.setdefault(index, _Member())
+                if member.retry < 0 and not member.ended:
+                    self._request(group.ask, index, 0, now, events)
+                elif self._has_failed(task_id, index, member) and not member.repair_due:
+                    member.repair_due = True
+                    wait_seconds = self._settings.retry_seconds * 2**member.retry
+                    heapq.heappush(self._repairs, (now + int(wait_seconds * 1e6), task_id, index))
+
+    def _repair(self, now: int, events: list[Event]) -> None:
+        """Asks again for members whose time has come, or gives them up."""
+        while self._repairs and self._repairs[0][0] <= now:
+            _, task_id, index = heapq.heappop(self._repairs)
+            group = self._groups.get(task_id)
+            if group is None or group.ask is None:
+                continue
+            member = group.members[index]
+            if not self._has_failed(task_id, index, member):
+                member.repair_due = False
+            elif not self._can_be_served(group.ask):
+                heapq.heappush(self._repairs, (now + 1_000_000, task_id, index))
+            else:
+                member.repair_due = False
+                self._ask_again(group.ask, index, member, now, events)
+
+    def _has_failed(self, task_id: str, index: int, member: _Member) -> bool:
+        return not member.ended and not member.closed and _request_id(task_id, index, member.retry) in member.failed
+
+    def _ask_again(self, ask: _Ask, index: int, member: _Member, now: int, events: list[Event]) -> None:
+        if member.retry < self._settings.retries_max:
+            self._request(ask, index, member.retry + 1, now, events)
+            return
+        member.closed = True
+        request = self._requested(ask, index, member.retry, now)
+        attempt = Attempt(request, events.append, derived_id("cancelled", request.meta.id))
+        close_unplayed(attempt, _SENDER, "cancelled", f"given up after {member.retry + 1} requests that all failed")
+
+    def _can_be_served(self, ask: _Ask) -> bool:
+        if ask.purpose == "demonstrate":
+            return True
+        if ask.required_version is not None:
+            return ask.required_version in self._serving.values()
+        return self._version_served_max >= self._run.job.first_version
+
+    def _demonstrate(self, now: int, events: list[Event]) -> None:
+        room = self._settings.demonstrations_in_flight - self._members_open["demonstrate"]
+        self._open_while(("demonstrate", None), room, now, events)
+
+    def _evaluate(self, now: int, events: list[Event]) -> None:
+        """An evaluation is asked for only while a server serves just what it judges."""
+        for place, asks in list(self._pending.items()):
+            if place[0] == "eval" and asks and self._can_be_served(asks[0]):
+                room = self._settings.evaluations_in_flight - self._members_open["eval"]
+                self._open_while(place, room, now, events)
+
+    def _train(self, now: int, events: list[Event]) -> None:
+        """Pace instead of discarding (GRPO.md): groups that teach nothing or became stale are replaced by new ones."""
+        job = self._run.job
+        accepted = self.groups_accepted
+        asks = self._pending.get(("train", None))
+        while (
+            asks
+            and accepted < job.steps * job.groups_per_batch
+            and accepted + len(self._train_running) < self.groups_budget
+            and self._can_be_served(asks[0])
+        ):
+            self._open(asks.popleft(), now, events)
+
+    def _open_while(self, place: tuple[Purpose, int | None], room: int, now: int, events: list[Event]) -> None:
+        asks = self._pending.get(place)
+        while asks and room > 0:
+            room -= self._open(asks.popleft(), now, events)
+
+    def _open(self, ask: _Ask, now: int, events: list[Event]) -> int:
+        """Asks for all members of a group, side by side; returns how many, 0 when that was done before."""
+        if ask.task_id in self._finished or ask.task_id in self._groups:
+            return 0
+        for index in range(ask.task.group_size):
+            self._request(ask, index, 0, now, events)
+        return ask.task.group_size
+
+    def _request(self, ask: _Ask, index: int, retry: int, now: int, events: list[Event]) -> None:
+        request = self._requested(ask, index, retry, now)
+        self.apply(request)
+        self._unsettled.discard(ask.task_id)
+        events.append(request)
+
+    def _requested(self, ask: _Ask, index: int, retry: int, now: int) -> RolloutRequested:
+        return RolloutRequested(
+            meta=Meta(
+                id=_request_id(ask.task_id, index, retry),
+                run_id=self._run.run_id,
+                session_id=ask.session_id,
+                task_id=ask.task_id,
+                group_id=ask.group_id,
+                trajectory_id=derived_id("trajectory", ask.task_id, index),
+                category="request",
+                topic="rollouts",
+                sender=_SENDER,
+                receiver="rollouts",
+                priority=ask.priority,
+                timestamp=now,
+                correlation_id=ask.task_id,
+                purpose=ask.purpose,
+            ),
+            task=ask.task,
+            index=index,
+            seed=_seed(self._run.seed, ask.task, index),
+            sampling=ask.sampling,
+            deadline=now + int(self._settings.deadline_seconds * 1e6),
+            required_version=ask.required_version,
+            retry=retry,
+        )
+
+
+def _request_id(task_id: str, index: int, retry: int) -> str:
+    return derived_id("RolloutRequested", task_id, index, retry)
+
+
+def _seed(run_seed: int, task: Task, index: int) -> int:
+    """The weather of a rollout: the same for the same task in every run and evaluation of one seed."""
+    text = f"{run_seed}/{index}/{task.prompt}/{task.world}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1

@@ -1,0 +1,211 @@
+"""The default job, Stockroom: arithmetic and look-ups in a store room whose sources lie, with fresh values per task.
+
+Three kinds in equal thirds: calc (arithmetic), look (one look-up) and lookcalc (a look-up, then arithmetic). What the
+policy has to find out: price and weight are right in sql, stock and orders in kv. The other source is stale four times in
+five (price, stock) or has nothing (weight, orders), and any look-up may be busy. A world holds eight of the 24 items, the
+asked one among them: the JSON of a world travels in several events and stays small.
+
+Held out: a quarter of the (item, attribute) pairs, never seen in training; for calc, new numbers.
+"""
+
+import json
+import random
+import re
+from collections.abc import Iterator
+
+from sandboxes.worlds.perturbations import Rule
+from sandboxes.worlds.world import Table, World
+from schemas.events import Task
+
+SYSTEM_PROMPT = "Tools: sql kv python"
+
+SCAFFOLD = (
+    '{"name": "sql", "arguments": {"query": "select ',
+    " from items where name = '",
+    "'\"}}",
+    '{"name": "kv", "arguments": {"key": "',
+    '{"name": "python", "arguments": {"code": "',
+    '"}}',
+)
+"Pieces of JSON that every call repeats: a tokenizer made for this job has one token for each."
+
+ITEMS = (
+    "panel", "valve", "bolt", "cable", "motor", "pump", "filter", "hinge", "lamp", "gear", "spring", "screw",
+    "washer", "pipe", "drill", "sensor", "switch", "fuse", "relay", "bracket", "nozzle", "gasket", "clamp", "rotor",
+)  # fmt: skip
+ATTRIBUTES = ("price", "stock", "weight", "orders")
+RIGHT_SOURCE = {"price": "sql", "stock": "kv", "weight": "sql", "orders": "kv"}
+
+BUSY_SHARE = 0.15
+STALE_SHARE = 0.8
+PERTURBATIONS = (
+    Rule(kind="busy", tools=("sql", "kv"), probability=BUSY_SHARE),
+    Rule(kind="stale", tools=("kv",), probability=STALE_SHARE, match=r"\.price"),
+    Rule(kind="stale", tools=("sql",), probability=STALE_SHARE, match=r"\bstock\b"),
+)
+
+_EMPTY_ROOM = World(name="empty")
+_KINDS = ("calc", "look", "lookcalc")
+_CALC_PHRASINGS = ("What is {}?", "Compute {}.", "How much is {}?")
+_LOOK_PHRASING = "What is the {attribute} of {item}?"
+_LOOKCALC_PHRASING = "Take the {attribute} of {item}, times {times} plus {plus}."
+_WORLD_ITEMS = 8
+_TEXTS = 2000
+
+_CALC_PATTERN = re.compile(r"\d+[*+]\d+[*+-]\d+")
+_TIMES_PATTERN = re.compile(r"times (\d+) plus (\d+)")
+
+
+def held_out(item: int, attribute: int) -> bool:
+    """True for the quarter of the pairs that training never sees; six items of every attribute."""
+    return (item + attribute) % 4 == 0
+
+
+def tasks(split: str, seed: int) -> Iterator[Task]:
+    """Endless; kinds and attributes take turns, so that any stretch is balanced. The same seed gives the same tasks."""
+    draw = random.Random(f"stockroom:{split}:{seed}")
+    number = 0
+    while True:
+        kind = _KINDS[number % 3]
+        attribute = (number // 3 + number % 3) % len(ATTRIBUTES)
+        yield _calc_task(split, draw) if kind == "calc" else _look_task(kind, split, attribute, draw)
+        number += 1
+
+
+def demonstrate(task: Task, turns: list[tuple[str, str]], seed: int) -> str:
+    """The next turn of a weak teacher: it calculates, retries and picks the right source only some of the time."""
+    draw = random.Random(f"demonstrate:{seed}:{len(turns)}")
+    said, observed = turns[-1] if turns else ("", "")
+    if _fails(observed) and draw.random() >= 0.4:
+        return _answer("unknown")
+    if task.tags["kind"] == "calc":
+        return _calculated_or_guessed(task, _expression(task.prompt), observed, draw)
+    if not turns or _fails(observed):
+        return _look_up(task, draw)
+    if '"python"' in said or task.tags["kind"] == "look":
+        return _answer(observed)
+    times, plus = _found(_TIMES_PATTERN, task.prompt)
+    return _calculated_or_guessed(task, f"{observed}*{times}+{plus}", "", draw)
+
+
+def texts(seed: int) -> Iterator[str]:
+    """What a tokenizer for this job should be fitted to: prompts, calls, observations and answers, not the truth."""
+    draw = random.Random(f"texts:{seed}")
+    for _, task in zip(range(_TEXTS), tasks("train", seed + 1), strict=False):
+        number = str(draw.randint(100, 999))
+        parts = [SYSTEM_PROMPT, task.prompt, f"<tool_response>{number}</tool_response>", _answer(number)]
+        if task.tags["kind"] == "calc":
+            parts.append(_python(_expression(task.prompt)))
+        else:
+            item, attribute = task.tags["item"], task.tags["attribute"]
+            parts += [_sql(item, attribute), _kv(item, attribute), _python(f"{number}*7+12")]
+            parts += [_answer("unknown"), "<tool_response>error: busy</tool_response>"]
+            parts += ["<tool_response>error: not found</tool_response>"]
+        yield from parts
+
+
+def _calc_task(split: str, draw: random.Random) -> Task:
+    a, b, c = draw.randint(2, 999), draw.randint(2, 99), draw.randint(1, 99)
+    if a * b <= c:  # negative numbers are another subject
+        c = draw.randint(1, a * b - 1)
+    expression, value = draw.choice(
+        ((f"{a}*{b}+{c}", a * b + c), (f"{a}*{b}-{c}", a * b - c), (f"{a}+{b}*{c}", a + b * c))
+    )
+    prompt = draw.choice(_CALC_PHRASINGS).format(expression)
+    return _task(prompt, value, split, _EMPTY_ROOM, {"kind": "calc"})
+
+
+def _look_task(kind: str, split: str, attribute: int, draw: random.Random) -> Task:
+    wanted = split == "heldout"
+    item = draw.choice([i for i in range(len(ITEMS)) if held_out(i, attribute) == wanted])
+    shelf = draw.sample([name for name in ITEMS if name != ITEMS[item]], _WORLD_ITEMS - 1)
+    shelf.insert(draw.randrange(_WORLD_ITEMS), ITEMS[item])
+    values = {name: [draw.randint(100, 999) for _ in ATTRIBUTES] for name in shelf}
+    value = values[ITEMS[item]][attribute]
+    words = {"item": ITEMS[item], "attribute": ATTRIBUTES[attribute]}
+    if kind == "look":
+        prompt = _LOOK_PHRASING.format(**words)
+    else:
+        times, plus = draw.randint(2, 9), draw.randint(1, 99)
+        prompt = _LOOKCALC_PHRASING.format(**words, times=times, plus=plus)
+        value = value * times + plus
+    return _task(prompt, value, split, _world(values), {"kind": kind, **words})
+
+
+def _world(values: dict[str, list[int]]) -> World:
+    """sql has no orders and kv has no weight: asked there, they are not found."""
+    rows = tuple((name, price, stock, weight, None) for name, (price, stock, weight, _) in values.items())
+    keys = {
+        f"{name}.{attribute}": value
+        for name, row in values.items()
+        for attribute, value in zip(ATTRIBUTES, row, strict=True)
+        if attribute != "weight"
+    }
+    tables = {"items": Table(("name", *ATTRIBUTES), rows)}
+    return World(name="stockroom", tables=tables, keys=dict(keys), perturbations=PERTURBATIONS)
+
+
+def _task(prompt: str, value: int, split: str, world: World, tags: dict[str, str]) -> Task:
+    return Task(
+        prompt=prompt,
+        reference=str(value),
+        agent="stockroom",
+        toolset=["sql", "kv", "python"],
+        world=world.to_json(),
+        scorers=["exact_match"],
+        group_size=1,
+        split=split,
+        tags=tags,
+    )
+
+
+def _calculated_or_guessed(task: Task, expression: str, result: str, draw: random.Random) -> str:
+    if result:
+        return _answer(result)
+    if draw.random() < 0.4:
+        return _python(expression)
+    digits = len(task.reference or "0")
+    return _answer(str(draw.randint(10 ** (digits - 1), 10**digits - 1)))
+
+
+def _look_up(task: Task, draw: random.Random) -> str:
+    item, attribute = task.tags["item"], task.tags["attribute"]
+    right = draw.random() < 0.6
+    source = RIGHT_SOURCE[attribute] if right else {"sql": "kv", "kv": "sql"}[RIGHT_SOURCE[attribute]]
+    return _sql(item, attribute) if source == "sql" else _kv(item, attribute)
+
+
+def _fails(observed: str) -> bool:
+    return observed.startswith("error")
+
+
+def _expression(prompt: str) -> str:
+    found = _CALC_PATTERN.search(prompt)
+    assert found is not None, f"no arithmetic in {prompt!r}"
+    return found.group()
+
+
+def _found(pattern: re.Pattern[str], prompt: str) -> tuple[str, ...]:
+    found = pattern.search(prompt)
+    assert found is not None, f"nothing of {pattern.pattern} in {prompt!r}"
+    return found.groups()
+
+
+def _call(tool: str, argument: str, value: str) -> str:
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': {argument: value}})}</tool_call>"
+
+
+def _sql(item: str, attribute: str) -> str:
+    return _call("sql", "query", f"select {attribute} from items where name = '{item}'")
+
+
+def _kv(item: str, attribute: str) -> str:
+    return _call("kv", "key", f"{item}.{attribute}")
+
+
+def _python(expression: str) -> str:
+    return _call("python", "code", expression)
+
+
+def _answer(text: str) -> str:
+    return f"<answer>{text}</answer>"

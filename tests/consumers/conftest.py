@@ -1,0 +1,57 @@
+"""A real vLLM for the tests that need one, started once."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from consumers import vllm_server
+from consumers.config import VllmSettings
+from consumers.vllm_admin import VllmAdmin
+from consumers.weights_files import WeightsFolder
+from schemas.blobs import Blobs
+from schemas.metrics import Pulse
+from tests.consumers.tiny_llama import published
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def vllm_blobs(tmp_path_factory: pytest.TempPathFactory) -> Blobs:
+    return Blobs(f"file://{tmp_path_factory.mktemp('blobs')}")
+
+
+@pytest.fixture(scope="session")
+def vllm_url(vllm_blobs: Blobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a vLLM server on version 0 of the tiny Llama, paused as it starts."""
+    settings = VllmSettings(port=free_port(), sequences_max=16)
+    folder: Path = tmp_path_factory.mktemp("vllm")
+    model = WeightsFolder(folder, vllm_blobs).unpack(published("start", 0, vllm_blobs))
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            vllm_server.serve(model, settings, Pulse(), stop)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    url = f"http://127.0.0.1:{settings.port}"
+    admin = VllmAdmin(url, timeout_seconds=5.0)
+    try:
+        while not admin.healthy():
+            assert thread.is_alive(), f"vLLM did not start: {failures}"
+            stop.wait(0.25)
+        yield url
+    finally:
+        admin.close()
+        stop.set()
+        thread.join()

@@ -1,0 +1,447 @@
+"""A made-up run, every kind of event on the log as the programs would write it, small or large, always the same."""
+
+import json
+import random
+from collections.abc import Iterator
+
+from schemas.events import (
+    Address,
+    BatchCut,
+    BatchMember,
+    ControlIssued,
+    EndedBy,
+    Event,
+    EventRejected,
+    GroupCompleted,
+    GroupMember,
+    Meta,
+    Probe,
+    Purpose,
+    RewardAssigned,
+    RolloutEnded,
+    RolloutRequested,
+    RolloutStarted,
+    Sampling,
+    Segment,
+    StepKind,
+    StepTaken,
+    Task,
+    TaskSubmitted,
+    ToolCalled,
+    ToolObserved,
+    TrajectoryAssembled,
+    TurnGenerated,
+    Utterance,
+    VersionSpan,
+    WeightsFile,
+    WeightsLoaded,
+    WeightsPublished,
+    WorkerSeen,
+)
+from schemas.ids import derived_id
+from schemas.packed import pack_logprobs, pack_tokens
+from schemas.run import JobSettings, Run
+
+BEGAN = 1_790_000_000_000_000
+SERVER = "http://127.0.0.1:8100"
+HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+SAMPLING = Sampling()
+
+
+def run_of(steps: int, demonstrations: int, blobs_url: str = "file:///tmp/none", run_id: str = "run-1") -> Run:
+    job = JobSettings(steps=steps, demonstrations=demonstrations, groups_per_batch=2, group_size=2)
+    return Run(
+        run_id=run_id,
+        seed=3,
+        job=job,
+        bootstrap_servers="",
+        registry_url="",
+        blobs_url=blobs_url,
+        worker="traces",
+    )
+
+
+class SyntheticRun:
+    """Writes the events of a run in the order of the flow; time moves on by itself."""
+
+    def __init__(self, run: Run, evaluation_tasks: int, seed: int = 0) -> None:
+        self.run = run
+        self.now = BEGAN
+        self._evaluation_tasks = evaluation_tasks
+        self._chance = random.Random(seed)
+        self._numbers = 0
+        self._offset = 0
+
+    def events(self) -> Iterator[Event]:
+        """The whole run: demonstrations, cold start, evaluations, training, end."""
+        yield from self._weights(0, "initial")
+        for _ in range(self.run.job.demonstrations):
+            yield from self._rollout("demonstrations", "demonstrate", 0, 0.4)[0]
+        yield from self._weights(1, "sft")
+        yield from self._evaluation(1, 0.4, ("sampled", "greedy"))
+        for step in range(1, self.run.job.steps + 1):
+            yield from self._step(step)
+        yield from self._evaluation(self.run.job.first_version + self.run.job.steps, 0.9, ("sampled", "greedy"))
+        yield self._rejected()
+
+    def _evaluation(self, version: int, chance: float, kinds: tuple[str, ...]) -> Iterator[Event]:
+        yield self._control("hold", version)
+        for kind in kinds:
+            for _ in range(self._evaluation_tasks):
+                yield from self._rollout(f"eval-v{version:04d}-{kind}", "eval", version, chance)[0]
+        yield self._control("release", version)
+
+    def _step(self, step: int) -> Iterator[Event]:
+        job = self.run.job
+        version = job.first_version + step - 1
+        chance = 0.4 + 0.5 * step / job.steps
+        groups: list[GroupCompleted] = []
+        for _ in range(job.groups_per_batch):
+            group_id = self._id("group")
+            members: list[GroupMember] = []
+            for index in range(job.group_size):
+                events, member = self._rollout("train", "train", version, chance, group_id=group_id, index=index)
+                yield from events
+                members.append(member)
+            groups.append(self._group(group_id, members))
+            yield groups[-1]
+        batch = self._batch(step, version, groups)
+        yield batch
+        yield from self._heartbeats(step, version)
+        yield from self._weights(version + 1, "grpo", batch)
+        if step % 10 == 0 and step < job.steps:
+            yield from self._evaluation(version + 1, chance, ("sampled",))
+
+    def _rollout(
+        self, session: str, purpose: Purpose, version: int, chance: float, group_id: str | None = None, index: int = 0
+    ) -> tuple[list[Event], GroupMember]:
+        """One task played: everything from its request to its reward."""
+        passed = self._chance.random() < chance
+        hostile = self._chance.random() < 0.1
+        infra_error = self._chance.random() < 0.02
+        ids = {
+            "task_id": self._id("task"),
+            "group_id": group_id or self._id("group"),
+            "trajectory_id": self._id("trajectory"),
+        }
+        task, answer = self._task(session, hostile), "4544" if passed else "1"
+        attempts = [("infra_error", answer)] if infra_error else []
+        attempts.append(("answered", answer))
+        events: list[Event] = []
+        if index == 0:
+            events.append(
+                TaskSubmitted(meta=self._meta("tasks", "task", session, purpose, **ids), task=task, sampling=SAMPLING)
+            )
+        member: GroupMember | None = None
+        for retry, (ended_by, said) in enumerate(attempts):
+            attempt_id = self._id("attempt")
+            played, member = self._attempt(session, purpose, version, task, ids, attempt_id, ended_by, said, index, retry)
+            events += played
+        assert member is not None
+        return events, member
+
+    def _attempt(
+        self,
+        session: str,
+        purpose: Purpose,
+        version: int,
+        task: Task,
+        ids: dict[str, str],
+        attempt_id: str,
+        ended_by: str,
+        answer: str,
+        index: int,
+        retry: int,
+    ) -> tuple[list[Event], GroupMember]:
+        ended: EndedBy = "infra_error" if ended_by == "infra_error" else "answered"
+        sampled = purpose != "demonstrate"
+        seq = iter(range(100))
+
+        def meta(topic: str, category: str, numbered: bool = True) -> Meta:
+            place = {**ids, "attempt_id": attempt_id}
+            return self._meta(topic, category, session, purpose, version, next(seq) if numbered else None, **place)
+
+        def turn(text: str) -> TurnGenerated:
+            count = len(text.split()) + 8
+            spans = [VersionSpan(version=version, start=0, end=count)] if sampled else []
+            return TurnGenerated(
+                meta=meta("messages", "turn"),
+                agent="agent",
+                text=text,
+                tokens=pack_tokens([self._chance.randrange(500) for _ in range(count)]),
+                logprobs=pack_logprobs([-0.5] * count) if sampled else b"",
+                versions=spans,
+                sampling=SAMPLING,
+                finish_reason="stop",
+                milliseconds=40.0,
+            )
+
+        call = json.dumps({"name": "python", "arguments": {"code": "503*9+17"}})
+        requested = RolloutRequested(
+            meta=self._meta("rollouts", "request", session, purpose, **ids),
+            task=task,
+            index=index,
+            seed=1,
+            sampling=SAMPLING,
+            deadline=self.now + 60_000_000,
+            retry=retry,
+        )
+        started = RolloutStarted(
+            meta=meta("messages", "rollout"),
+            task=task,
+            index=index,
+            seed=1,
+            worker="rollouts-0",
+            sandbox="box",
+            isolation="bubblewrap",
+            prompt_tokens=pack_tokens(list(range(30))),
+            template_hash="t",
+            tools_hash="u",
+            world_hash="w",
+        )
+        first = turn(f"<tool_call>{call}</tool_call>")
+        called = ToolCalled(
+            meta=meta("messages", "tool_call"), call_id="c1", agent="agent", tool="python", arguments=call
+        )
+        perturbation = '{"kind": "busy"}' if self._chance.random() < 0.2 else None
+        observed = ToolObserved(
+            meta=meta("messages", "observation"),
+            call_id="c1",
+            tool="python",
+            content="error: busy" if perturbation else "4544",
+            is_error=perturbation is not None,
+            error_kind="tool" if perturbation else None,
+            milliseconds=12.0,
+            blobs=[],
+            perturbation=perturbation,
+            tokens=pack_tokens([1, 2, 3]),
+        )
+        second = turn(f"<answer>{answer}</answer>")
+        said = [first, second]
+        tokens_sampled = sum(len(t.tokens) // 4 for t in said) if sampled else 0
+        ended_event = RolloutEnded(
+            meta=meta("messages", "rollout"),
+            ended_by=ended,
+            answer=answer,
+            reason="the sandbox was lost" if ended == "infra_error" else None,
+            turns=2,
+            tokens_sampled=tokens_sampled,
+            tokens_read=33,
+            milliseconds=120.0,
+            cost=0.0,
+        )
+        trajectory = TrajectoryAssembled(
+            meta=meta("trajectories", "trajectory", numbered=False),
+            task=task,
+            index=index,
+            seed=1,
+            tokens=started.prompt_tokens + first.tokens + observed.tokens + second.tokens,
+            loss_mask=b"\x01",
+            logprobs=first.logprobs,
+            segments=[Segment(start=0, end=3, agent="agent", policy_version=version if sampled else None)],
+            transcript=[
+                Utterance(role="user", name=None, content=task.prompt),
+                Utterance(role="assistant", name="agent", content=first.text),
+                Utterance(
+                    role="tool",
+                    name="python",
+                    content=observed.content,
+                    is_error=observed.is_error,
+                    perturbation=perturbation,
+                ),
+                Utterance(role="assistant", name="agent", content=second.text),
+            ],
+            answer=answer,
+            ended_by=ended,
+            reason=ended_event.reason,
+            turns=2,
+            tokens_sampled=tokens_sampled,
+            policy_version_oldest=version if sampled else None,
+            template_hash="t",
+            tools_hash="u",
+            world_hash="w",
+            cost=0.0,
+        )
+        reward = self._reward(meta("rewards", "reward", numbered=False), trajectory)
+        member = GroupMember(
+            index=index,
+            trajectory_id=ids["trajectory_id"],
+            attempt_id=attempt_id,
+            trajectory=reward.trajectory,
+            reward=reward.score,
+            advantage=0.5,
+            valid=True,
+            tokens_sampled=tokens_sampled,
+            policy_version_oldest=version,
+        )
+        return [requested, started, first, called, observed, second, ended_event, trajectory, reward], member
+
+    def _reward(self, meta: Meta, trajectory: TrajectoryAssembled) -> RewardAssigned:
+        infra = trajectory.ended_by == "infra_error"
+        right = trajectory.answer == trajectory.task.reference and not infra
+        self._offset += 1
+        return RewardAssigned(
+            meta=meta,
+            trajectory=Address("trajectories", 0, self._offset),
+            index=trajectory.index,
+            group_size=trajectory.task.group_size,
+            scorers=["exact_match"],
+            scorer="exact_match",
+            scorer_version="1",
+            score=1.0 if right else 0.0,
+            parts={},
+            evidence=f"answered {trajectory.answer}",
+            verdict="excluded" if infra else "scored",
+            excluded_because="infra_error" if infra else None,
+            ended_by=trajectory.ended_by,
+            tokens_sampled=trajectory.tokens_sampled,
+            policy_version_oldest=trajectory.policy_version_oldest,
+        )
+
+    def _group(self, group_id: str, members: list[GroupMember]) -> GroupCompleted:
+        rewards = [member.reward for member in members]
+        return GroupCompleted(
+            meta=self._meta("groups", "group", "train", "train", group_id=group_id),
+            scorer_set="exact_match@1",
+            members=members,
+            reward_mean=sum(rewards) / len(rewards),
+            reward_deviation=0.5,
+            dropped_because="zero_variance" if len(set(rewards)) == 1 else None,
+        )
+
+    def _batch(self, step: int, version: int, groups: list[GroupCompleted]) -> BatchCut:
+        members = [
+            BatchMember(
+                trajectory_id=member.trajectory_id,
+                group_id=group.meta.group_id or "",
+                trajectory=member.trajectory,
+                reward=member.reward,
+                advantage=member.advantage,
+            )
+            for group in groups
+            for member in group.members
+        ]
+        return BatchCut(
+            meta=self._meta("batches", "batch", None, "train"),
+            index=step - 1,
+            base_version=version,
+            members=members,
+            groups=[group.meta.group_id or "" for group in groups],
+            tokens_sampled=500,
+            policy_floor=max(1, version - 1),
+            groups_stale=["old"] if step == 2 else [],
+            groups_dropped={},
+            positions=[],
+        )
+
+    def _weights(self, version: int, kind: StepKind, batch: BatchCut | None = None) -> Iterator[Event]:
+        rewards = [member.reward for member in batch.members] if batch else []
+        metrics = {"loss": 1.0}
+        if batch:
+            metrics = {
+                "reward_mean": sum(rewards) / len(rewards),
+                "staleness_max": float(version % 3),
+                "logprob_gap_mean": 2e-7,
+                "logprob_gap_tokens": 100.0,
+            }
+        yield StepTaken(
+            meta=self._meta("steps", "step"),
+            kind=kind,
+            batch_id=batch.meta.id if batch else None,
+            base_version=version - 1 if version else None,
+            new_version=version,
+            metrics=metrics,
+            seconds={"read": 0.05, "step": 0.4, "checkpoint": 0.1, "publish": 0.05},
+            code_hash="c",
+            config_hash="d",
+        )
+        yield WeightsPublished(
+            meta=self._meta("weights", "weights"),
+            version=version,
+            base_version=version - 1 if version else None,
+            kind="full",
+            files=[WeightsFile(name="model.safetensors", uri="file:///x", sha256="0" * 64, size_bytes=700_000)],
+            checkpoint=[],
+            batches=[],
+            probe=Probe(tokens=b"", logprobs=b""),
+        )
+        yield WeightsLoaded(
+            meta=self._meta("serving", "serving", version=version),
+            server=SERVER,
+            version=version,
+            digest="0" * 64,
+            probe_gap=1e-6,
+            seconds=0.1,
+            refusal=None,
+        )
+
+    def _heartbeats(self, step: int, version: int) -> Iterator[Event]:
+        for role, figures in (
+            ("rollouts", {"running": 32.0, "busy_seconds": 9.0 * step, "memory_bytes_peak": 2e8, "memory_bytes": 1e8}),
+            ("trainer", {"progress": 1.0, "busy_seconds": 1.0 * step, "memory_bytes_peak": 9e8, "version": float(version)}),
+            ("vllm", {"memory_bytes_peak": 3e9, "version": float(version)}),
+        ):
+            meta = self._meta("control", "heartbeat", sender=f"{role}-0")
+            yield WorkerSeen(meta=meta, worker=f"{role}-0", role=role, load=figures)
+
+    def _control(self, command: str, version: int) -> ControlIssued:
+        return ControlIssued(
+            meta=self._meta("control", "control"),
+            command="hold" if command == "hold" else "release",
+            version=version,
+            requested_by="feeder",
+            reason="evaluation",
+        )
+
+    def _rejected(self) -> EventRejected:
+        return EventRejected(
+            meta=self._meta("dead-letters", "reject"),
+            original=b"\x00broken",
+            original_key=b"k",
+            origin=Address("messages", 0, 5),
+            stage="assemble",
+            reason="no schema",
+        )
+
+    def _task(self, session: str, hostile: bool) -> Task:
+        return Task(
+            prompt=f"What is 503*9+17? {HOSTILE}" if hostile else "What is 503*9+17?",
+            reference="4544",
+            agent="agent",
+            toolset=["python"],
+            world=json.dumps({"files": {}, "tables": {"stock": "x" * 200}}),
+            scorers=["exact_match"],
+            group_size=self.run.job.group_size if session == "train" else 1,
+            split="heldout" if session.startswith("eval") else "train",
+            tags={"kind": "calc"},
+        )
+
+    def _meta(
+        self,
+        topic: str,
+        category: str,
+        session: str | None = None,
+        purpose: Purpose | None = None,
+        version: int | None = None,
+        seq: int | None = None,
+        sender: str = "test",
+        **ids: str,
+    ) -> Meta:
+        self.now += 10_000
+        return Meta(
+            id=self._id("event"),
+            run_id=self.run.run_id,
+            session_id=session,
+            category=category,
+            topic=topic,
+            sender=sender,
+            timestamp=self.now,
+            purpose=purpose,
+            policy_version=version,
+            seq=seq,
+            **ids,
+        )
+
+    def _id(self, kind: str) -> str:
+        self._numbers += 1
+        return derived_id(kind, self.run.run_id, self._numbers)

@@ -1,0 +1,178 @@
+"""The reloader against a real vLLM: versions, holds, refusals and restarts of the loop."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import httpx
+import msgspec
+import pytest
+
+from consumers import weights_to_vllm
+from consumers.config import ReloaderSettings
+from consumers.vllm_admin import VllmAdmin
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.events import ControlIssued, Meta, Probe, WeightsLoaded
+from schemas.ids import new_id, now_microseconds
+from schemas.metrics import Pulse
+from schemas.packed import pack_logprobs, unpack_logprobs
+from schemas.registry import MemoryRegistry
+from schemas.run import JobSettings, Run
+from streams.log.memory import MemoryLog
+from tests.consumers.tiny_llama import published
+
+
+@contextmanager
+def reloading(log: MemoryLog, run: Run, settings: ReloaderSettings) -> Iterator[Pulse]:
+    stop, pulse = threading.Event(), Pulse()
+    thread = threading.Thread(target=weights_to_vllm.serve, args=(log, run, settings, pulse, stop))
+    thread.start()
+    try:
+        yield pulse
+    finally:
+        stop.set()
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+def loaded_of(log: MemoryLog) -> list[WeightsLoaded]:
+    deliveries = log.reader(["serving"]).poll(1000, 0)
+    return [delivery.event for delivery in deliveries if isinstance(delivery.event, WeightsLoaded)]
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def control(run: Run, command: str, version: int, session_id: str) -> ControlIssued:
+    return ControlIssued(
+        meta=Meta(
+            id=new_id(),
+            run_id=run.run_id,
+            session_id=session_id,
+            category="control",
+            topic="control",
+            sender="test",
+            timestamp=now_microseconds(),
+        ),
+        command=msgspec.convert(command, ControlIssued.__annotations__["command"]),
+        version=version,
+        requested_by="test",
+        reason="",
+    )
+
+
+def sampled_versions(url: str) -> list[str]:
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "temperature": 1.0, "detokenize": False}}
+    answer = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=20.0).json()
+    return [span["version"] for span in answer["choices"][0]["weight_versions"]]
+
+
+@pytest.fixture
+def run(vllm_blobs: Blobs, vllm_url: str) -> Run:
+    return Run(
+        run_id=new_id(),
+        seed=0,
+        job=JobSettings(),
+        bootstrap_servers="",
+        registry_url="",
+        blobs_url=vllm_blobs.url,
+        worker="reloader-test",
+    )
+
+
+@pytest.fixture
+def log(vllm_blobs: Blobs) -> MemoryLog:
+    return MemoryLog(Codec(MemoryRegistry(), vllm_blobs))
+
+
+@pytest.fixture
+def settings(vllm_url: str) -> ReloaderSettings:
+    return ReloaderSettings(servers=(vllm_url,), poll_seconds=0.1, retry_seconds=0.1, retry_seconds_max=0.2)
+
+
+def test_every_published_version_is_loaded_verified_and_reported(
+    log: MemoryLog, run: Run, settings: ReloaderSettings, vllm_url: str, vllm_blobs: Blobs
+) -> None:
+    for version in range(3):
+        log.append(published(run.run_id, version, vllm_blobs))
+    log.append(published("another run", 9, vllm_blobs))
+    with reloading(log, run, settings):
+        until(lambda: len(loaded_of(log)) == 3)
+        log.append(published(run.run_id, 3, vllm_blobs))
+        until(lambda: len(loaded_of(log)) == 4)
+        until(lambda: sampled_versions(vllm_url) == ["3"])
+    loaded = loaded_of(log)
+    assert [event.version for event in loaded] == [0, 1, 2, 3]
+    assert all(event.refusal is None and event.probe_gap is not None and event.probe_gap < 1e-4 for event in loaded)
+    assert all(event.server == vllm_url for event in loaded)
+
+
+def test_a_hold_keeps_its_version_until_it_is_released(
+    log: MemoryLog, run: Run, settings: ReloaderSettings, vllm_url: str, vllm_blobs: Blobs
+) -> None:
+    log.append(published(run.run_id, 0, vllm_blobs))
+    log.append(control(run, "hold", 1, "eval-1"))
+    with reloading(log, run, settings):
+        until(lambda: [event.version for event in loaded_of(log)] == [0])
+        log.append(published(run.run_id, 1, vllm_blobs))
+        until(lambda: [event.version for event in loaded_of(log)] == [0, 1])
+        log.append(published(run.run_id, 2, vllm_blobs))
+        log.append(control(run, "hold", 0, "eval-0"))
+        time.sleep(0.5)
+        assert sampled_versions(vllm_url) == ["1"]
+        log.append(control(run, "release", 1, "eval-1"))
+        until(lambda: sampled_versions(vllm_url) == ["0"])
+        log.append(control(run, "release", 0, "eval-0"))
+        until(lambda: sampled_versions(vllm_url) == ["2"])
+
+
+def test_a_server_that_disagrees_with_the_trainer_is_refused_and_left_paused(
+    log: MemoryLog, run: Run, settings: ReloaderSettings, vllm_url: str, vllm_blobs: Blobs
+) -> None:
+    wrong = published(run.run_id, 5, vllm_blobs)
+    logprobs = unpack_logprobs(wrong.probe.logprobs)
+    lies = Probe(tokens=wrong.probe.tokens, logprobs=pack_logprobs([value + 0.01 for value in logprobs]))
+    log.append(msgspec.structs.replace(wrong, probe=lies))
+    admin = VllmAdmin(vllm_url, timeout_seconds=5.0)
+    with reloading(log, run, settings):
+        until(lambda: len(loaded_of(log)) >= 2)
+        refusals = [event.refusal for event in loaded_of(log)]
+        assert all(refusal is not None and "differ" in refusal for refusal in refusals)
+        assert admin.is_paused()
+        assert admin.weight_version() == weights_to_vllm.UNVERIFIED
+        log.append(published(run.run_id, 6, vllm_blobs))
+        until(lambda: sampled_versions(vllm_url) == ["6"])
+    admin.close()
+
+
+def test_a_damaged_version_is_refused_and_the_server_goes_on_with_the_old_one(
+    log: MemoryLog, run: Run, settings: ReloaderSettings, vllm_url: str, vllm_blobs: Blobs
+) -> None:
+    log.append(published(run.run_id, 0, vllm_blobs))
+    broken = published(run.run_id, 1, vllm_blobs)
+    missing = [msgspec.structs.replace(file, sha256="0" * 64) for file in broken.files]
+    with reloading(log, run, settings):
+        until(lambda: len(loaded_of(log)) == 1)
+        log.append(msgspec.structs.replace(broken, files=missing))
+        until(lambda: len(loaded_of(log)) >= 2)
+        assert "cannot be read" in str(loaded_of(log)[-1].refusal)
+        assert sampled_versions(vllm_url) == ["0"]
+
+
+def test_a_server_that_forgot_its_version_is_brought_back(
+    log: MemoryLog, run: Run, settings: ReloaderSettings, vllm_url: str, vllm_blobs: Blobs
+) -> None:
+    log.append(published(run.run_id, 4, vllm_blobs))
+    admin = VllmAdmin(vllm_url, timeout_seconds=5.0)
+    with reloading(log, run, settings):
+        until(lambda: len(loaded_of(log)) == 1)
+        admin.set_weight_version("default")  # what a restarted server says
+        until(lambda: len(loaded_of(log)) == 2)
+        until(lambda: sampled_versions(vllm_url) == ["4"])
+    admin.close()

@@ -1,0 +1,53 @@
+"""The worked job of one's own: small, and every part of it works with the real parts it is written for."""
+
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from producers.agent import Answer, Call, parse
+from sandboxes.backends.bubblewrap import BubblewrapBackend
+from sandboxes.pool import Pool
+from sandboxes.tools.registry import toolset
+from sandboxes.workbench import Workbench
+from sandboxes.worlds.world import WORLD_TOOLS, world_from_json
+from schemas.job import Job, load_job
+from streams.rules.scoring import scorers_by_name
+
+FOLDER = Path(__file__).parents[2] / "examples" / "times_tables"
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return load_job(str(FOLDER / "job.py"))
+
+
+def test_it_is_under_60_lines_a_file() -> None:
+    for name in ("job.py", "job.toml"):
+        assert len((FOLDER / name).read_text().splitlines()) < 60
+
+
+def test_tasks_name_what_the_job_has(job: Job) -> None:
+    for task in islice(job.tasks("train", 0), 20):
+        assert set(task.scorers) <= set(scorers_by_name(job.scorers))
+        assert toolset(task.toolset, job.tools)
+        assert world_from_json(task.world).name == "empty"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+async def test_its_teacher_plays_with_its_tool_in_a_real_sandbox(job: Job) -> None:
+    assert job.demonstrate is not None
+    tools = {tool.name: tool for tool in job.tools}
+    right = 0
+    async with Pool(BubblewrapBackend(tools | WORLD_TOOLS), 1) as pool:
+        for seed, task in enumerate(islice(job.tasks("train", 0), 20)):
+            turns: list[tuple[str, str]] = []
+            async with Workbench(pool, toolset(task.toolset, job.tools), seed=seed, owner=str(seed)) as bench:
+                said = parse(text := job.demonstrate(task, turns, seed))
+                if isinstance(said, Call):
+                    turns.append((text, (await bench.call(said.tool, said.arguments)).content))
+                    said = parse(job.demonstrate(task, turns, seed))
+            assert isinstance(said, Answer)
+            right += said.text == task.reference
+    assert 5 <= right <= 15

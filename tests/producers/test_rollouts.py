@@ -1,0 +1,255 @@
+"""The worker over the log in memory: what ended is committed, what did not is played again, and nothing bad stops it."""
+
+import asyncio
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from producers import rollouts, stockroom
+from producers.config import RolloutsSettings, SchedulerSettings
+from producers.rollouts import Windows
+from producers.scheduler import Plan
+from sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
+from schemas.errors import LogUnavailable
+from schemas.events import EventRejected, Position, RolloutEnded, RolloutRequested, ToolObserved, TurnGenerated
+from schemas.ids import now_microseconds
+from schemas.metrics import Pulse
+from schemas.packed import unpack_tokens
+from schemas.run import Run
+from streams.log.memory import MemoryLog
+from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted
+from tests.producers.test_policy import GOOD, server
+
+SETTINGS = RolloutsSettings(slots=8, sandboxes=4, commit_seconds=0.05, poll_seconds=0.01, grace_seconds=2.0)
+GROUP = f"rollouts-{RUN_ID}"
+
+
+class Field:
+    """A run with a log, and a worker to be started in a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run: Run = a_run(folder)
+        self.log, self.blobs = a_log(folder)
+        self.pulse = Pulse()
+        self.stop = threading.Event()
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+
+    def ask(self, count: int, purpose: str = "demonstrate") -> list[RolloutRequested]:
+        plan = Plan(self.run, SchedulerSettings(demonstrations_in_flight=10**6, evaluations_in_flight=10**6))
+        for number, task in enumerate(islice(stockroom.tasks("train", 0), count)):
+            plan.apply(submitted(task, number, "demonstrate"))
+        requests = [event for event in plan.decide(now_microseconds()) if isinstance(event, RolloutRequested)]
+        changed = [
+            msgspec.structs.replace(request, meta=msgspec.structs.replace(request.meta, purpose=purpose))
+            for request in requests
+        ]
+        for request in changed:
+            self.log.append(request)
+        return changed
+
+    def start(self, backend: Any = None, settings: RolloutsSettings = SETTINGS) -> None:
+        def work() -> None:
+            try:
+                rollouts.work(self.run, settings, self.pulse, self.stop, self.log, self.blobs, backend)
+            except BaseException as error:
+                self.failure = error
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+
+    def until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+        give_up = time.monotonic() + seconds
+        while not condition():
+            assert self.failure is None, self.failure
+            assert time.monotonic() < give_up, "it did not happen in time"
+            time.sleep(0.01)
+
+    def finish(self) -> None:
+        self.stop.set()
+        assert self.thread is not None
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def lag(self) -> int:
+        return self.log.lag(GROUP, ["rollouts"])["rollouts"]
+
+    def ends(self) -> list[RolloutEnded]:
+        return [event for event in events_on(self.log, "messages") if isinstance(event, RolloutEnded)]
+
+
+@pytest.fixture
+def field(tmp_path: Path) -> Field:
+    return Field(tmp_path)
+
+
+def scripted(**scripts: Callable[[Any], str]) -> ScriptedBackend:
+    room = {"sql": lambda a: "7", "kv": lambda a: "7", "python": lambda a: "45", "set_up_world": lambda a: ""}
+    return ScriptedBackend(room | scripts)
+
+
+def test_demonstrations_are_played_and_committed(field: Field) -> None:
+    field.log.append(published(0, field.blobs))
+    requests = field.ask(40)
+    field.start(scripted())
+    field.until(lambda: field.lag == 0)
+    field.finish()
+    ends = field.ends()
+    assert {end.meta.trajectory_id for end in ends} == {request.meta.trajectory_id for request in requests}
+    assert {end.ended_by for end in ends} == {"answered"}
+    figures = field.pulse.figures()
+    assert figures["events_read"] == 40
+    assert figures["events_written"] == len(events_on(field.log, "messages"))
+    by_attempt: dict[str, list[int]] = {}
+    for event in events_on(field.log, "messages"):
+        by_attempt.setdefault(event.meta.attempt_id or "", []).append(event.meta.seq or 0)
+    assert all(numbers == list(range(len(numbers))) for numbers in by_attempt.values()), "in order, without gaps"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_demonstrations_in_real_sandboxes_earn_what_the_recipe_says(field: Field) -> None:
+    field.log.append(published(0, field.blobs))
+    references = {request.meta.trajectory_id: request.task.reference for request in field.ask(240)}
+    field.start()
+    field.until(lambda: field.lag == 0)
+    field.finish()
+    ends = field.ends()
+    assert Counter(end.ended_by for end in ends) == {"answered": 240}
+    reward = sum(end.answer == references[end.meta.trajectory_id] for end in ends) / len(ends)
+    assert reward == pytest.approx(0.41, abs=0.1)
+    observed = [event for event in events_on(field.log, "messages") if isinstance(event, ToolObserved)]
+    assert {event.content for event in observed if event.is_error} == {"error: busy", "error: not found"}
+    assert any('"stale"' in (event.perturbation or "") for event in observed)
+
+
+def test_it_waits_for_the_tokenizer(field: Field) -> None:
+    field.ask(3)
+    field.start(scripted())
+    time.sleep(0.3)
+    assert events_on(field.log, "messages") == []
+    field.log.append(published(0, field.blobs))
+    field.until(lambda: field.lag == 0)
+    field.finish()
+    assert len(field.ends()) == 3
+
+
+def test_stopping_before_there_is_a_tokenizer(field: Field) -> None:
+    field.start(scripted())
+    field.finish()
+
+
+def test_bad_requests_become_facts_and_the_worker_lives(field: Field) -> None:
+    field.log.append(published(0, field.blobs))
+    field.log.append_bytes("rollouts", b"k", b"no event")
+    good = field.ask(2)
+    broken = [
+        msgspec.structs.replace(good[0], task=msgspec.structs.replace(good[0].task, world="{")),
+        msgspec.structs.replace(good[0], task=msgspec.structs.replace(good[0].task, toolset=["telepathy"])),
+        msgspec.structs.replace(good[0], task=msgspec.structs.replace(good[0].task, tags={})),
+        msgspec.structs.replace(good[0], meta=msgspec.structs.replace(good[0].meta, run_id="another")),
+        msgspec.structs.replace(good[0], deadline=0),
+    ]
+    for request in broken:
+        field.log.append(request)
+    field.start(scripted())
+    field.until(lambda: field.lag == 0)
+    field.finish()
+    ends = Counter(end.ended_by for end in field.ends())
+    assert ends == {"answered": 2, "infra_error": 3, "deadline": 1}
+    (rejected,) = events_on(field.log, "dead-letters")
+    assert isinstance(rejected, EventRejected)
+    assert (rejected.original, rejected.stage, rejected.origin.topic) == (b"no event", "rollouts", "rollouts")
+
+
+def test_what_has_not_ended_is_not_committed_and_is_played_again(field: Field) -> None:
+    field.log.append(published(0, field.blobs))
+    field.ask(30)
+    field.start(_HangingBackend({}), msgspec.structs.replace(SETTINGS, slots=30, grace_seconds=0.2))
+    field.until(lambda: bool(field.ends()))
+    time.sleep(0.3)
+    field.finish()
+    ended = {end.meta.trajectory_id for end in field.ends()}
+    assert 0 < len(ended) < 30
+    assert field.lag >= 30 - len(ended)
+
+    field.stop = threading.Event()
+    field.start(scripted())
+    field.until(lambda: field.lag == 0)
+    field.finish()
+    assert len({end.meta.trajectory_id for end in field.ends()}) == 30
+    attempts = {event.meta.attempt_id for event in events_on(field.log, "messages")}
+    assert len(attempts) > 30, "what was under way is a second attempt"
+
+
+class _HangingBackend(ScriptedBackend):
+    """Sandboxes that never answer: every rollout with a tool call hangs."""
+
+    async def open(self, slot: int) -> "_HangingSandbox":
+        return _HangingSandbox({})
+
+
+class _HangingSandbox(ScriptedSandbox):
+    async def call(self, tool: str, arguments: Any, key: str) -> Any:
+        await asyncio.sleep(3600)
+
+
+async def test_sampled_rollouts_carry_versions_and_count_in_the_pulse(tmp_path: Path) -> None:
+    field = Field(tmp_path)
+    field.log.append(published(0, field.blobs))
+    field.ask(6, purpose="train")
+    async with server(GOOD) as (url, _):
+        field.start(scripted(), msgspec.structs.replace(SETTINGS, servers=[url]))
+        await asyncio.to_thread(field.until, lambda: field.lag == 0)
+        await asyncio.to_thread(field.finish)
+    turns = [event for event in events_on(field.log, "messages") if isinstance(event, TurnGenerated)]
+    assert len(turns) == 6
+    assert all(unpack_tokens(turn.tokens) == [7, 8, 4] for turn in turns)
+    assert {turn.versions[0].version for turn in turns} == {turn.meta.policy_version for turn in turns} == {3}
+    figures = field.pulse.figures()
+    assert (figures["turns"], figures["tokens_sampled"]) == (6, 18)
+    assert figures["busy_seconds"] > 0
+
+
+def test_a_log_that_fails_ends_the_worker(field: Field) -> None:
+    field.log.append(published(0, field.blobs))
+    field.ask(3)
+    broken = _BrokenLog(field.log.codec)
+    broken._partitions = field.log._partitions
+    field.log = broken
+    field.start(scripted())
+    assert field.thread is not None
+    field.thread.join(20)
+    assert isinstance(field.failure, LogUnavailable)
+
+
+class _BrokenLog(MemoryLog):
+    def append(self, event: Any, acknowledged: Any = None) -> None:
+        raise LogUnavailable("the broker is gone")
+
+
+def test_windows_commit_the_lowest_unfinished_offset() -> None:
+    windows = Windows()
+    for offset in (5, 6, 8, 9):
+        assert windows.begin("rollouts", 0, offset)
+    assert not windows.begin("rollouts", 0, 6), "delivered again after a rebalance"
+    windows.end("rollouts", 0, 6)
+    windows.end("rollouts", 0, 9)
+    assert windows.to_commit() == [Position(topic="rollouts", partition=0, offset=5)]
+    windows.committed(windows.to_commit())
+    assert windows.to_commit() == []
+    windows.end("rollouts", 0, 5)
+    assert windows.to_commit() == [Position(topic="rollouts", partition=0, offset=8)]
+    assert windows.unfinished() == 2
+    windows.end("rollouts", 0, 8)
+    assert windows.to_commit() == [Position(topic="rollouts", partition=0, offset=10)]

@@ -1,0 +1,144 @@
+"""The default job: balanced, reproducible, and as hard as RECIPE.md says, which is measured by playing it."""
+
+import random
+from collections import Counter
+from functools import cache
+from itertools import islice
+from statistics import mean
+
+import pytest
+
+from producers import stockroom
+from producers.agent import Answer, Call, parse
+from producers.stockroom import ATTRIBUTES, ITEMS, RIGHT_SOURCE, held_out, tasks
+from sandboxes.worlds.world import world_from_json
+from schemas.events import Task
+from schemas.job import load_job
+from tests.producers.pure_room import Player, play
+
+ROLLOUTS = 4500
+
+
+@cache
+def sample(split: str) -> list[Task]:
+    return list(islice(tasks(split, 0), ROLLOUTS))
+
+
+def reward(player: Player, split: str = "heldout") -> float:
+    return mean(play(task, player, seed) for seed, task in enumerate(sample(split)))
+
+
+def agent_that(
+    *, calculates: bool = True, looks: bool = True, knows: bool = True, retries: bool = True, switches: bool = True
+) -> Player:
+    """The best play there is with these abilities."""
+
+    def player(task: Task, turns: list[tuple[str, str]], seed: int) -> str:
+        said, observed = turns[-1] if turns else ("", "")
+        if task.tags["kind"] == "calc":
+            expression = stockroom._expression(task.prompt)
+            return f"<answer>{observed}</answer>" if turns or not calculates else stockroom._python(expression)
+        if not looks:
+            return f"<answer>{random.Random(seed).randint(100, 999)}</answer>"
+        if not turns or observed.startswith("error"):
+            return _look(task, turns, seed)
+        if '"python"' in said or task.tags["kind"] == "look":
+            return f"<answer>{observed}</answer>"
+        times, plus = stockroom._found(stockroom._TIMES_PATTERN, task.prompt)
+        return stockroom._python(f"{observed}*{times}+{plus}") if calculates else "<answer>0</answer>"
+
+    def _look(task: Task, turns: list[tuple[str, str]], seed: int) -> str:
+        item, attribute = task.tags["item"], task.tags["attribute"]
+        observed = turns[-1][1] if turns else ""
+        if (observed == "error: busy" and not retries) or (observed == "error: not found" and not switches):
+            return "<answer>unknown</answer>"
+        source = RIGHT_SOURCE[attribute] if knows else random.Random(seed).choice(("sql", "kv"))
+        missing = sum(1 for _, seen in turns if seen == "error: not found")
+        if missing and not knows:
+            source = {"sql": "kv", "kv": "sql"}[source]
+        return stockroom._sql(item, attribute) if source == "sql" else stockroom._kv(item, attribute)
+
+    return player
+
+
+@pytest.mark.parametrize(
+    ("player", "ceiling"),
+    [
+        (agent_that(), 0.9998),
+        (agent_that(knows=False), 0.865),
+        (agent_that(retries=False), 0.90),
+        (agent_that(knows=False, switches=False), 0.70),
+        (agent_that(looks=False), 0.333),
+        (agent_that(calculates=False), 0.333),
+    ],
+)
+def test_ceilings_are_those_of_the_recipe(player: Player, ceiling: float) -> None:
+    assert reward(player) == pytest.approx(ceiling, abs=0.012)
+
+
+def test_the_teacher_is_weak() -> None:
+    assert reward(stockroom.demonstrate, "train") == pytest.approx(0.41, abs=0.02)
+
+
+def test_the_teacher_takes_the_right_source_more_often_for_every_attribute() -> None:
+    """Else the choice cannot be learned per attribute and practice plateaus (RECIPE.md)."""
+    right: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
+    for seed, task in enumerate(islice(tasks("train", 1), ROLLOUTS)):
+        if task.tags["kind"] != "calc":
+            said = parse(stockroom.demonstrate(task, [], seed))
+            assert isinstance(said, Call)
+            asked[task.tags["attribute"]] += 1
+            right[task.tags["attribute"]] += said.tool == RIGHT_SOURCE[task.tags["attribute"]]
+    for attribute in ATTRIBUTES:
+        assert right[attribute] / asked[attribute] == pytest.approx(0.6, abs=0.05)
+
+
+def test_the_teacher_says_the_same_twice() -> None:
+    for seed, task in enumerate(islice(tasks("train", 2), 50)):
+        assert stockroom.demonstrate(task, [], seed) == stockroom.demonstrate(task, [], seed)
+        assert isinstance(parse(stockroom.demonstrate(task, [], seed)), Call | Answer)
+
+
+def test_kinds_and_sources_are_balanced() -> None:
+    balanced = list(islice(tasks("train", 0), 1200))
+    assert Counter(task.tags["kind"] for task in balanced) == {"calc": 400, "look": 400, "lookcalc": 400}
+    assert set(Counter(task.tags.get("attribute") for task in balanced).values()) == {200, 400}
+    assert sum(RIGHT_SOURCE[attribute] == "sql" for attribute in ATTRIBUTES) == 2
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_held_out_pairs_are_never_trained_on(split: str) -> None:
+    for task in islice(tasks(split, 3), 600):
+        if task.tags["kind"] != "calc":
+            pair = ITEMS.index(task.tags["item"]), ATTRIBUTES.index(task.tags["attribute"])
+            assert held_out(*pair) == (split == "heldout")
+    assert len(set(ITEMS)) == 24
+    assert sum(held_out(i, j) for i in range(24) for j in range(4)) == 24
+
+
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_others() -> None:
+    first, again, other = (list(islice(tasks("train", seed), 30)) for seed in (7, 7, 8))
+    assert first == again
+    assert all(one.prompt != two.prompt or one.world != two.world for one, two in zip(first, other, strict=True))
+
+
+def test_the_truth_is_nowhere_the_policy_reads() -> None:
+    for task in islice(tasks("train", 4), 300):
+        assert task.reference is not None
+        assert task.reference not in task.prompt
+        assert task.reference not in stockroom.SYSTEM_PROMPT
+        world = world_from_json(task.world)
+        assert not world.files
+        if task.tags["kind"] == "calc":
+            assert not world.tables
+            assert not world.keys
+        assert len(task.world) < 1300, "the world travels in several events"
+
+
+def test_it_loads_as_a_job_and_its_texts_end() -> None:
+    job = load_job("producers.stockroom")
+    assert job.demonstrate is not None
+    assert job.texts is not None
+    texts = list(job.texts(0))
+    assert all(any(piece in text for text in texts) for piece in stockroom.SCAFFOLD)

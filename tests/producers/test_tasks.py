@@ -1,0 +1,205 @@
+"""The feeder as a fold: what is submitted when, restarts, evaluations with hold and release, and tasks files."""
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from producers import stockroom
+from producers.config import FeederSettings
+from producers.tasks import Feed, feed, read_tasks, tasks_of
+from schemas.errors import BadInput
+from schemas.events import ControlIssued, Event, RolloutRequested, TaskSubmitted, TrajectoryAssembled
+from schemas.job import Job, load_job
+from schemas.metrics import Pulse
+from schemas.run import Run
+from tests.producers.field import a_log, a_run, events_on, published
+from tests.producers.test_scheduler import ended
+
+SETTINGS = FeederSettings(evaluation_tasks=6, evaluation_tasks_between=3, evaluation_every=2, train_backlog=5)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return a_run(tmp_path, demonstrations=4, groups_per_batch=1, group_size=2, steps=4, staleness_target=1)
+
+
+def all_ended(events: list[Event]) -> list[TrajectoryAssembled]:
+    """Every member of every task has ended."""
+    return [
+        ended(
+            RolloutRequested(
+                meta=msgspec.structs.replace(event.meta, trajectory_id=f"{event.meta.task_id}-{index}"),
+                task=event.task,
+                index=index,
+                seed=0,
+                sampling=event.sampling,
+                deadline=0,
+            )
+        )
+        for event in events
+        if isinstance(event, TaskSubmitted)
+        for index in range(event.task.group_size)
+    ]
+
+
+def sessions(events: list[Event]) -> Counter[str]:
+    return Counter(event.meta.session_id or "" for event in events if isinstance(event, TaskSubmitted))
+
+
+def controls(events: list[Event]) -> list[tuple[str, int | None]]:
+    return [(event.command, event.version) for event in events if isinstance(event, ControlIssued)]
+
+
+def test_a_whole_run_in_order(run: Run) -> None:
+    fold = Feed(run, SETTINGS, stockroom.tasks)
+    demonstrations = fold.decide(0)
+    assert sessions(demonstrations) == {"demonstrations": 4}
+    assert fold.decide(0) == []
+    for event in [published(0), *all_ended(demonstrations)]:
+        fold.apply(event)
+    assert fold.decide(0) == [], "version 0 is not practised with"
+
+    fold.apply(published(1))
+    start = fold.decide(0)
+    assert (sessions(start), controls(start)) == ({"eval-v0001-sampled": 6}, [("hold", 1)])
+    for event in all_ended(start)[:5]:
+        fold.apply(event)
+    assert fold.decide(0) == [], "training waits until the start has been judged"
+    fold.apply(all_ended(start)[5])
+    training = fold.decide(0)
+    assert (sessions(training), controls(training)) == ({"train": 5}, [("release", 1)])
+
+    for event in [*all_ended(training)[:4], published(2), published(3)]:
+        fold.apply(event)
+    between = fold.decide(0)
+    assert sessions(between) == {"train": 2, "eval-v0003-sampled": 3}
+    assert controls(between) == [("hold", 3)]
+    for event in [*all_ended(between), published(4), published(5)]:
+        fold.apply(event)
+    last = fold.decide(0)
+    assert sessions(last) == {"eval-v0005-sampled": 6, "eval-v0005-greedy": 6}
+    assert controls(last) == [("release", 3), ("hold", 5)]
+    for event in all_ended(last):
+        fold.apply(event)
+    assert controls(fold.decide(0)) == [("release", 5)]
+    assert fold.decide(0) == []
+    assert fold.phase == "done"
+
+
+def test_what_is_asked_and_how(run: Run) -> None:
+    fold = Feed(run, SETTINGS, stockroom.tasks)
+    demonstrations = [event for event in fold.decide(0) if isinstance(event, TaskSubmitted)]
+    assert {(e.meta.purpose, e.task.agent, e.task.split, e.task.group_size) for e in demonstrations} == {
+        ("demonstrate", "demonstrator", "train", 1)
+    }
+    for version in range(6):
+        fold.apply(published(version))
+    evaluations = [event for event in fold.decide(0) if isinstance(event, TaskSubmitted)]
+    by_session: dict[str, list[TaskSubmitted]] = {}
+    for event in evaluations:
+        by_session.setdefault(event.meta.session_id or "", []).append(event)
+        assert (event.meta.purpose, event.task.split, event.task.group_size) == ("eval", "heldout", 1)
+    prompts = {name: [event.task.prompt for event in events] for name, events in by_session.items()}
+    assert prompts["eval-v0001-sampled"] == prompts["eval-v0005-sampled"] == prompts["eval-v0005-greedy"]
+    assert prompts["eval-v0003-sampled"] == prompts["eval-v0001-sampled"][:3]
+    assert {event.sampling.temperature for event in by_session["eval-v0005-greedy"]} == {0.0}
+    assert {event.sampling.temperature for event in by_session["eval-v0005-sampled"]} == {1.0}
+    assert {event.required_version for event in by_session["eval-v0003-sampled"]} == {3}
+
+
+def test_a_restart_goes_on_where_it_was_even_after_half_a_write(run: Run) -> None:
+    first = Feed(run, SETTINGS, stockroom.tasks)
+    written = first.decide(0)
+    first.apply(published(1))
+    written += first.decide(0)
+    tasks = [event for event in written if isinstance(event, TaskSubmitted)]
+    lost = tasks.pop(2)
+    again = Feed(run, SETTINGS, stockroom.tasks)
+    for event in [*tasks, published(1)]:
+        again.apply(event)
+    rest = again.decide(0)
+    assert [event for event in rest if isinstance(event, TaskSubmitted)] == [lost]
+    assert controls(rest) == [("hold", 1)], "a hold may be said twice"
+
+
+def test_without_a_cold_start_version_0_is_practised_with(run: Run) -> None:
+    fold = Feed(a_run(Path("/nowhere"), demonstrations=0, steps=2), SETTINGS, stockroom.tasks)
+    assert fold.decide(0) == []
+    fold.apply(published(0))
+    assert sessions(fold.decide(0)) == {"eval-v0000-sampled": 6}
+
+
+def test_without_evaluations_training_starts_at_once(run: Run) -> None:
+    none = FeederSettings(evaluation_tasks=0, evaluation_tasks_between=0, train_backlog=5)
+    fold = Feed(run, none, stockroom.tasks)
+    fold.apply(published(1))
+    events = fold.decide(0)
+    assert sessions(events)["train"] == 5
+    assert controls(events) == []
+
+
+def test_the_program_over_a_log(run: Run, tmp_path: Path) -> None:
+    log, _ = a_log(tmp_path)
+    log.append(published(1))
+    for _ in range(2):  # a second life must not submit again
+        stop = threading.Event()
+        threading.Timer(0.4, stop.set).start()
+        feed(run, SETTINGS, Pulse(), stop, log)
+        assert len(events_on(log, "tasks")) == 4 + 6
+
+
+def job() -> Job:
+    return load_job("producers.stockroom")
+
+
+def test_a_tasks_file_takes_the_place_of_the_job(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(
+        '{"prompt": "2+2?", "reference": "4", "toolset": ["python"]}\n\n'
+        '{"prompt": "key a?", "reference": "1", "toolset": ["kv"], "world": {"name": "w", "keys": {"a": 1}}}\n'
+        '{"prompt": "3+3?", "reference": "6", "split": "heldout", "world": "{\\"name\\": \\"w\\"}"}\n'
+    )
+    settings = FeederSettings(tasks_file=str(path), evaluation_tasks=6, train_backlog=5)
+    fold = Feed(run, settings, tasks_of(run, settings, job()))
+    assert sessions(fold.decide(0)) == {"demonstrations": 4}, "a short file is gone through again"
+    fold.apply(published(1))
+    evaluation = fold.decide(0)
+    assert sessions(evaluation) == {"eval-v0001-sampled": 1}, "but nothing is held out twice"
+    for event in all_ended(evaluation):
+        fold.apply(event)
+    assert sessions(fold.decide(0)) == {"train": 5}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2: "),
+        ('{"reference": "4"}', "prompt"),
+        ('{"prompt": "x", "colour": "red"}', "colour"),
+        ('{"prompt": "x", "toolset": ["telepathy"]}', "telepathy"),
+        ('{"prompt": "x", "world": {"tables": 3}}', "tables|name"),
+        ('{"prompt": "x", "split": "test"}', "test"),
+        ('{"prompt": "x", "world": {"name": "w", "keys": {"a/b": 1}}}', "a/b"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(BadInput, match=says) as raised:
+        read_tasks(path, job())
+    assert str(path) in str(raised.value)
+    assert "line 2" in str(raised.value)
+
+
+def test_files_and_jobs_that_cannot_be_used_are_bad_input(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_tasks(tmp_path / "missing.jsonl", job())
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(BadInput, match="no task of split train"):
+        tasks_of(run, FeederSettings(tasks_file=str(tmp_path / "empty.jsonl")), job())
+    mute = Job("mute", stockroom.tasks, "", (), (), None, None)
+    with pytest.raises(BadInput, match="demonstrate"):
+        tasks_of(run, FeederSettings(), mute)

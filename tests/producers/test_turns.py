@@ -1,0 +1,252 @@
+"""The turn loop: what is emitted, in which order, with which ids, and every way a rollout can end."""
+
+import asyncio
+import re
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from producers.agent import ChatFormat
+from producers.attempt import Attempt, close_unplayed
+from producers.policy import Moment, PolicyFailed, Turn
+from producers.turns import play
+from sandboxes.backends.scripted import ScriptedBackend
+from sandboxes.pool import Pool
+from sandboxes.protocol import SandboxFailed
+from sandboxes.tools.registry import toolset
+from sandboxes.workbench import Workbench
+from sandboxes.worlds.world import WORLD_TOOLS, World
+from schemas.errors import LogUnavailable
+from schemas.events import (
+    Event,
+    Meta,
+    RolloutEnded,
+    RolloutRequested,
+    RolloutStarted,
+    Sampling,
+    Task,
+    ToolCalled,
+    ToolObserved,
+    TurnGenerated,
+    VersionSpan,
+)
+from schemas.ids import now_microseconds
+from schemas.packed import unpack_logprobs, unpack_tokens
+from tests.producers.field import RUN_ID, tokenizer_json
+
+PYTHON = '<tool_call>{"name": "python", "arguments": {"code": "5*9"}}</tool_call>'
+CHAT = ChatFormat(tokenizer_json())
+
+
+def request(
+    sampling: Sampling | None = None, version: int | None = None, seconds: float = 60.0, world: str = '{"name": "w"}'
+) -> RolloutRequested:
+    return RolloutRequested(
+        meta=Meta(
+            id="request-1",
+            run_id=RUN_ID,
+            session_id="train",
+            task_id="task-1",
+            group_id="group-1",
+            trajectory_id="0190a6a0-0000-7000-8000-000000000001",
+            category="request",
+            topic="rollouts",
+            sender="scheduler",
+            timestamp=0,
+            purpose="train",
+        ),
+        task=Task(
+            prompt="What is 5*9?",
+            reference="45",
+            agent="stockroom",
+            toolset=["python"],
+            world=world,
+            scorers=["exact_match"],
+            group_size=8,
+            split="train",
+        ),
+        index=3,
+        seed=11,
+        sampling=sampling or Sampling(),
+        deadline=now_microseconds() + int(seconds * 1e6),
+        required_version=version,
+    )
+
+
+class Scripted:
+    """A policy that says these texts; it remembers the prompts it was given."""
+
+    def __init__(self, *texts: str | Exception, versions: tuple[int, ...] = (4,), cut_off: bool = False) -> None:
+        self._texts = list(texts)
+        self._versions = versions
+        self._cut_off = cut_off
+        self.moments: list[Moment] = []
+
+    async def next_turn(self, moment: Moment) -> Turn:
+        self.moments.append(moment)
+        await asyncio.sleep(0)
+        text = self._texts.pop(0) if len(self._texts) > 1 else self._texts[0]
+        if isinstance(text, Exception):
+            raise text
+        tokens = CHAT.turn(text)[: -1 if self._cut_off else None][: moment.tokens_max]
+        first = len(tokens) // 2
+        spans = [VersionSpan(version=self._versions[0], start=0, end=first)] if len(self._versions) > 1 else []
+        spans.append(VersionSpan(version=self._versions[-1], start=first if spans else 0, end=len(tokens)))
+        return Turn(tokens, [-0.5] * len(tokens), spans, "length" if self._cut_off else "stop")
+
+
+async def played(
+    policy: Scripted,
+    asked: RolloutRequested | None = None,
+    python: Callable[..., str] = lambda arguments: str(eval(arguments["code"])),
+) -> list[Event]:
+    scripts = {"python": python, **{name: lambda arguments: "" for name in WORLD_TOOLS}}
+    emitted: list[Event] = []
+    async with Pool(ScriptedBackend(scripts), 1) as pool:
+        await play(
+            asked or request(),
+            policy=policy,
+            bench=Workbench(pool, toolset(["python"]), World(name="w"), seed=11, owner="o"),
+            chat=CHAT,
+            system_prompt="Tools: python",
+            worker="worker-1",
+            emit=emitted.append,
+            keep_blob=lambda data: "",
+            tools_hash="t",
+        )
+    return emitted
+
+
+def last(events: list[Event]) -> RolloutEnded:
+    assert isinstance(events[-1], RolloutEnded)
+    return events[-1]
+
+
+async def test_an_answered_rollout_message_by_message() -> None:
+    policy = Scripted(PYTHON, "<answer>45</answer>")
+    events = await played(policy)
+    kinds = [RolloutStarted, TurnGenerated, ToolCalled, ToolObserved, TurnGenerated, RolloutEnded]
+    assert [type(event) for event in events] == kinds
+    assert [event.meta.seq for event in events] == list(range(6))
+    assert len({event.meta.attempt_id for event in events}) == 1
+    assert len({event.meta.id for event in events}) == 6
+    causes = ["request-1", *(event.meta.id for event in events[:-1])]
+    assert [event.meta.causation_id for event in events] == causes
+    for event in events:
+        assert (event.meta.correlation_id, event.meta.purpose, event.meta.topic) == ("request-1", "train", "messages")
+        assert (event.meta.session_id, event.meta.task_id, event.meta.group_id) == ("train", "task-1", "group-1")
+        assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-01", event.meta.headers["traceparent"])
+    end = last(events)
+    assert (end.ended_by, end.answer, end.turns) == ("answered", "45", 2)
+    assert isinstance(events[3], ToolObserved)
+    assert (events[3].content, events[3].is_error) == ("45", False)
+    assert events[1].meta.policy_version == 4
+
+
+async def test_ids_are_only_ever_joined() -> None:
+    """What the policy read in its second turn is the first prompt, what it said, and the observation: id by id."""
+    policy = Scripted(PYTHON, "<answer>45</answer>")
+    started, said, _, observed, answered, end = await played(policy)
+    assert isinstance(started, RolloutStarted)
+    assert isinstance(said, TurnGenerated)
+    assert isinstance(observed, ToolObserved)
+    assert isinstance(answered, TurnGenerated)
+    assert isinstance(end, RolloutEnded)
+    prompt, turn, seen = (unpack_tokens(data) for data in (started.prompt_tokens, said.tokens, observed.tokens))
+    assert policy.moments[0].tokens == prompt
+    assert policy.moments[1].tokens == prompt + turn + seen
+    assert policy.moments[1].turns == [(PYTHON, "45")]
+    assert unpack_logprobs(said.logprobs) == [-0.5] * len(turn)
+    answer_count = len(unpack_tokens(answered.tokens))
+    assert (end.tokens_sampled, end.tokens_read) == (len(turn) + answer_count, len(prompt) + len(seen))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("<tool_call>{</tool_call>", "the call is not"),
+        ('<tool_call>{"name": "telepathy", "arguments": {}}</tool_call>', "there is no tool"),
+        ('<tool_call>{"name": "python", "arguments": {}}</tool_call>', "missing argument"),
+    ],
+)
+async def test_a_bad_call_is_told_to_the_agent_who_may_go_on(text: str, says: str) -> None:
+    events = await played(Scripted(text, "<answer>45</answer>"))
+    observed = next(event for event in events if isinstance(event, ToolObserved))
+    assert observed.is_error
+    assert observed.error_kind == "agent"
+    assert says in observed.content
+    assert last(events).ended_by == "answered"
+
+
+async def test_every_other_end() -> None:
+    assert last(await played(Scripted("I wonder."))).ended_by == "agent_error"
+    end = last(await played(Scripted(PYTHON), request(Sampling(turns_max=3))))
+    assert (end.ended_by, end.turns) == ("turn_limit", 3)
+    end = last(await played(Scripted(PYTHON), request(Sampling(tokens_max=60, turns_max=50))))
+    assert end.ended_by == "token_limit"
+    assert end.tokens_sampled + end.tokens_read <= 60
+    assert last(await played(Scripted(PolicyFailed("no server")))).ended_by == "infra_error"
+    assert "no server" in (last(await played(Scripted(PolicyFailed("no server")))).reason or "")
+    assert last(await played(Scripted(RuntimeError("a bug in a job")))).ended_by == "infra_error"
+
+
+async def test_a_failing_sandbox_is_nobodys_fault() -> None:
+    def broken(arguments: object) -> str:
+        raise SandboxFailed("it died")
+
+    assert last(await played(Scripted(PYTHON), python=broken)).ended_by == "infra_error"
+
+
+async def test_a_log_that_fails_is_not_hidden() -> None:
+    with pytest.raises(LogUnavailable):
+        await played(Scripted(LogUnavailable("gone")))
+
+
+async def test_a_deadline_that_has_passed_ends_before_the_first_turn() -> None:
+    policy = Scripted(PYTHON)
+    events = await played(policy, request(seconds=-1.0))
+    assert [type(event) for event in events] == [RolloutStarted, RolloutEnded]
+    assert last(events).ended_by == "deadline"
+    assert not policy.moments
+
+
+async def test_a_deadline_stops_a_slow_policy() -> None:
+    class Slow(Scripted):
+        async def next_turn(self, moment: Moment) -> Turn:
+            await asyncio.sleep(30)
+            raise AssertionError
+
+    assert last(await played(Slow(PYTHON), request(seconds=0.05))).ended_by == "deadline"
+
+
+async def test_a_turn_of_another_version_than_required_counts_for_nothing() -> None:
+    assert last(await played(Scripted("<answer>45</answer>"), request(version=4))).ended_by == "answered"
+    for versions in ((5,), (4, 5), (3, 4)):
+        end = last(await played(Scripted("<answer>45</answer>", versions=versions), request(version=4)))
+        assert end.ended_by == "infra_error"
+        assert "asked for" in (end.reason or "")
+    assert last(await played(Scripted("<answer>45</answer>", versions=(4, 5)))).ended_by == "answered"
+
+
+async def test_a_turn_that_was_cut_off_is_closed_by_us() -> None:
+    policy = Scripted(PYTHON, "<answer>45</answer>", cut_off=True)
+    events = await played(policy)
+    observed = next(event for event in events if isinstance(event, ToolObserved))
+    assert unpack_tokens(observed.tokens)[0] == CHAT.end
+    assert last(events).ended_by == "answered"
+
+
+async def test_an_observation_that_does_not_fit_is_recorded_and_not_read() -> None:
+    events = await played(Scripted(PYTHON), request(Sampling(tokens_max=100)), python=lambda arguments: "9" * 500)
+    observed = next(event for event in events if isinstance(event, ToolObserved))
+    assert (len(observed.content), observed.tokens) == (500, b"")
+    assert last(events).ended_by == "token_limit"
+
+
+def test_an_attempt_that_is_not_played_still_begins_and_ends() -> None:
+    emitted: list[Event] = []
+    close_unplayed(Attempt(request(), emitted.append, "attempt-x"), "scheduler", "cancelled", "given up")
+    assert [event.meta.seq for event in emitted] == [0, 1]
+    assert {event.meta.attempt_id for event in emitted} == {"attempt-x"}
+    assert all(msgspec.to_builtins(event, builtin_types=(bytes,)) for event in emitted)

@@ -1,0 +1,21 @@
+"""What the trainer's tests share: a model made from nothing for the Stockroom, and its tokenizer."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from tests.trainer.episodes import stockroom
+from trainer.base_model import make_model
+from trainer.config import ModelSettings
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_files() -> dict[str, bytes]:
+    return make_model(ModelSettings(), stockroom(), seed=0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_files: dict[str, bytes]) -> Tokenizer:
+    return Tokenizer.from_str(model_files["tokenizer.json"].decode())

@@ -1,0 +1,134 @@
+"""Trajectories to tensors: what is refused, and that sharing prefixes, cutting and padding change nothing."""
+
+from collections.abc import Sequence
+
+import numpy
+import pytest
+import torch
+from msgspec.structs import replace
+from safetensors.torch import load
+from tokenizers import Tokenizer
+
+from schemas.events import TrajectoryAssembled
+from schemas.packed import pack_logprobs, pack_tokens, unpack_tokens
+from tests.trainer.episodes import assembled, played
+from trainer.base_model import WEIGHTS
+from trainer.batch import UNVERSIONED, Episode, Refused, TrainingBatch, episode_of, training_batch
+from trainer.config import GrpoSettings
+from trainer.engines.llama import Llama, llama_shape
+from trainer.loss import Tokens, policy_loss
+
+
+def llama(files: dict[str, bytes], dtype: torch.dtype = torch.float64) -> Llama:
+    shape = llama_shape(files["config.json"])
+    assert shape is not None
+    return Llama(shape, {name: tensor.to(dtype) for name, tensor in load(files[WEIGHTS]).items()})
+
+
+@pytest.fixture(scope="module")
+def events(tokenizer: Tokenizer) -> list[TrajectoryAssembled]:
+    return [assembled(e, tokenizer, number=n, versions=(3, 5)) for n, e in enumerate(played(24, seed=3))]
+
+
+@pytest.fixture(scope="module")
+def episodes(events: list[TrajectoryAssembled], tokenizer: Tokenizer) -> list[Episode]:
+    size = tokenizer.get_vocab_size()
+    return [episode_of(event, size, advantage=(-1.0) ** n * (1 + n / 10)) for n, event in enumerate(events)]
+
+
+def gradients(files: dict[str, bytes], batch: TrainingBatch) -> tuple[float, dict[str, torch.Tensor]]:
+    model = llama(files)
+    total = 0.0
+    for micro in batch.micro_batches:
+        theta = torch.log_softmax(model.logits(micro), -1).gather(1, micro.targets[:, None]).squeeze(1)
+        mask = torch.ones_like(micro.targets, dtype=torch.bool)
+        tokens = Tokens(theta, theta.detach(), micro.mu, micro.advantage, mask, micro.trajectory, micro.share)
+        loss, _ = policy_loss(tokens, GrpoSettings())
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    return total, {name: _grad(tensor) for name, tensor in model.parameters.items()}
+
+
+def _grad(tensor: torch.Tensor) -> torch.Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+@pytest.mark.parametrize("tokens_max", [1, 100, 300, 700])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_gradients_do_not_depend_on_the_split(
+    model_files: dict[str, bytes], episodes: list[Episode], tokens_max: int, aggregation: str
+) -> None:
+    whole = training_batch(episodes, 10**9, aggregation)
+    split = training_batch(episodes, tokens_max, aggregation)
+    assert len(whole.micro_batches) == 1
+    assert len(split.micro_batches) > 1
+    if tokens_max == 1:  # every sequence alone: no prefix is shared, nothing is padded
+        assert len(split.micro_batches) == len(episodes)
+    loss, expected = gradients(model_files, whole)
+    split_loss, found = gradients(model_files, split)
+    assert split_loss == pytest.approx(loss, rel=1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-7 * float(gradient.abs().max()))
+
+
+def test_every_distinct_prefix_is_computed_once(episodes: list[Episode]) -> None:
+    (micro,) = training_batch(episodes, 10**9).micro_batches
+    inputs = [e.tokens[: numpy.flatnonzero(e.sampled)[-1]].tolist() for e in episodes]
+    prefixes = {tuple(tokens[: end + 1]) for tokens in inputs for end in range(len(tokens))}
+    assert len(micro.tokens) == len(prefixes) < sum(map(len, inputs))
+
+
+def test_rows_spell_the_sequences(episodes: list[Episode]) -> None:
+    for micro in training_batch(episodes, 400).micro_batches:
+        flat = torch.cat([rows.flatten() for rows in micro.rows])
+        assert torch.equal(flat[micro.first], torch.arange(len(micro.tokens)))
+        for rows in micro.rows:
+            for row in rows:
+                length = 1 + int(micro.positions[row].argmax())
+                assert torch.equal(micro.positions[row[:length]], torch.arange(length))
+
+
+def test_order_of_arrival_does_not_matter(episodes: list[Episode]) -> None:
+    (one,), (other,) = (training_batch(e, 10**9).micro_batches for e in (episodes, episodes[::-1]))
+    assert torch.equal(one.tokens, other.tokens)
+    assert torch.equal(one.targets, other.targets)
+
+
+def test_versions_may_differ_within_a_trajectory(events: list[TrajectoryAssembled], episodes: list[Episode]) -> None:
+    for event, episode in zip(events, episodes, strict=True):
+        expected = [UNVERSIONED] * len(episode.tokens)
+        for segment in event.segments:
+            if segment.policy_version is not None:
+                expected[segment.start : segment.end] = [segment.policy_version] * (segment.end - segment.start)
+        assert episode.versions.tolist() == expected
+    (micro,) = training_batch(episodes, 10**9).micro_batches
+    assert set(micro.version.tolist()) == {3, 5}
+
+
+def broken(event: TrajectoryAssembled, size: int) -> Sequence[tuple[str, TrajectoryAssembled]]:
+    tokens, mask = unpack_tokens(event.tokens), event.loss_mask
+    nan = pack_logprobs([float("nan") * m for m in mask])
+    return [
+        ("no sampled token", replace(event, loss_mask=bytes(len(mask)))),
+        ("mask bytes", replace(event, loss_mask=mask[:-1])),
+        ("0 and 1", replace(event, loss_mask=bytes(2 * m for m in mask))),
+        ("first token", replace(event, loss_mask=b"\x01" + mask[1:])),
+        ("log-probabilities", replace(event, logprobs=event.logprobs[:-4])),
+        ("log-probabilities", replace(event, logprobs=b"")),
+        ("not finite", replace(event, logprobs=nan)),
+        ("outside the vocabulary", replace(event, tokens=pack_tokens([*tokens[:-1], size]))),
+        ("odd token bytes", replace(event, tokens=event.tokens[:-1])),
+    ]
+
+
+def test_what_cannot_be_trained_on_is_refused(events: list[TrajectoryAssembled], tokenizer: Tokenizer) -> None:
+    size = tokenizer.get_vocab_size()
+    for reason, event in broken(events[0], size):
+        with pytest.raises(Refused, match=reason):
+            episode_of(event, size)
+
+
+def test_a_teacher_needs_no_logprobs(events: list[TrajectoryAssembled], tokenizer: Tokenizer) -> None:
+    silent = replace(events[0], logprobs=b"")
+    assert not episode_of(silent, tokenizer.get_vocab_size(), teacher=True).logprobs.any()

@@ -1,0 +1,333 @@
+"""The program over the log in memory: each stage, a restart after each, a repeated batch, a lost transaction, fencing."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.errors import Fenced, LogUnavailable
+from schemas.events import (
+    Address,
+    BatchCut,
+    BatchMember,
+    Event,
+    Meta,
+    StepTaken,
+    TrajectoryAssembled,
+    WeightsPublished,
+)
+from schemas.metrics import Pulse
+from schemas.packed import token_count, unpack_logprobs, unpack_tokens
+from schemas.registry import MemoryRegistry
+from schemas.run import JobSettings, Run
+from streams.log.memory import MemoryLog, MemoryReader
+from tests.trainer.episodes import assembled, played
+from trainer.config import GrpoSettings, ModelSettings, SftSettings, TrainerSettings
+from trainer.engines.torch_engine import TorchEngine
+from trainer.loop import BatchOutOfOrder, first_version, train
+
+DEMONSTRATIONS = 12
+SETTINGS = TrainerSettings(
+    model=ModelSettings(hidden=32, layers=2, heads=2, ffn=48),
+    sft=SftSettings(demonstrations=DEMONSTRATIONS, steps=4, batch=4, warmup_steps=1),
+    grpo=GrpoSettings(micro_batch_tokens_max=256),
+)
+GIVEN = TrainerSettings(model=SETTINGS.model, sft=SftSettings(demonstrations=0), grpo=SETTINGS.grpo)
+PATIENCE_SECONDS = 60.0
+
+
+class Field:
+    """A log, blobs and a run to train on."""
+
+    def __init__(self, folder: Path, log: MemoryLog | None = None, steps: int = 3) -> None:
+        self.blobs = Blobs(f"file://{folder}/blobs")
+        self.log = log or MemoryLog(Codec(MemoryRegistry(), self.blobs))
+        self.run = Run(
+            run_id="run",
+            seed=0,
+            job=JobSettings(steps=steps),
+            bootstrap_servers="",
+            registry_url="",
+            blobs_url=self.blobs.url,
+            worker="trainer-0",
+        )
+        self.pulse = Pulse()
+        self.failure: BaseException | None = None
+
+    def all(self, topic: str) -> list[Event]:
+        reader = self.log.reader([topic])
+        return [d.event for d in reader.poll(10**6, 0) if d.event is not None]
+
+    def weights(self) -> list[WeightsPublished]:
+        return [event for event in self.all("weights") if isinstance(event, WeightsPublished)]
+
+    def steps(self) -> list[StepTaken]:
+        return [event for event in self.all("steps") if isinstance(event, StepTaken)]
+
+    def digests(self) -> list[tuple[int, str]]:
+        return [(w.version, next(f.sha256 for f in w.files if f.name == "model.safetensors")) for w in self.weights()]
+
+    @contextmanager
+    def training(self, settings: TrainerSettings = SETTINGS) -> Iterator[threading.Event]:
+        """The program in a thread, until the block ends."""
+        stop = threading.Event()
+
+        def program() -> None:
+            try:
+                engine = TorchEngine(settings, self.run.seed)
+                train(self.run, settings, self.log, self.blobs, engine, self.pulse, stop, now=lambda: 7)
+            except BaseException as failure:
+                self.failure = failure
+
+        thread = threading.Thread(target=program)
+        thread.start()
+        try:
+            yield stop
+        finally:
+            stop.set()
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not holds():
+            assert self.failure is None, repr(self.failure)
+            assert time.monotonic() < deadline, self.pulse.detail
+            time.sleep(0.01)
+
+    def until_version(self, version: int) -> None:
+        self.until(lambda: len(self.weights()) > version)
+
+
+@pytest.fixture
+def field(tmp_path: Path) -> Field:
+    return Field(tmp_path)
+
+
+def demonstrate(field: Field, tokenizer: Tokenizer) -> None:
+    """Enough demonstrations, with what does not count among them."""
+    (stray,) = played(1, seed=5)
+    field.log.append(assembled(stray, tokenizer, number=3, ended_by="infra_error"))
+    field.log.append(assembled(stray, tokenizer, number=1, run_id="another"))
+    field.log.append(assembled(stray, tokenizer, number=1, purpose="eval"))
+    for number, episode in enumerate(played(DEMONSTRATIONS - 1, seed=6)):
+        field.log.append(assembled(episode, tokenizer, number=number))
+    field.log.append(assembled(stray, tokenizer, number=99, ended_by="cancelled"))
+    field.log.append(assembled(stray, tokenizer, number=0))  # a second attempt that ended: the first one counts
+
+
+def cut(field: Field, tokenizer: Tokenizer, index: int, base_version: int, run_id: str = "run") -> BatchCut:
+    """Appends four trajectories and the batch of them."""
+    members: list[BatchMember] = []
+    for number, episode in enumerate(played(4, seed=20 + index)):
+        event = assembled(
+            episode, tokenizer, number=100 * index + number, run_id=run_id, purpose="train", versions=(base_version,)
+        )
+        places: list[Address] = []
+        field.log.append(event, places.append)
+        members.append(_member(event, places[0], float(number % 2)))
+    meta = Meta(
+        id=f"batch-{run_id}-{index}", run_id=run_id, category="batch", topic="batches", sender="cut", timestamp=1
+    )
+    batch = BatchCut(
+        meta=meta,
+        index=index,
+        base_version=base_version,
+        members=members,
+        groups=["a", "b"],
+        tokens_sampled=1,
+        policy_floor=base_version,
+        groups_stale=["old"],
+        groups_dropped={"zero_variance": 3},
+        positions=[],
+    )
+    field.log.append(batch)
+    return batch
+
+
+def _member(event: TrajectoryAssembled, place: Address, reward: float) -> BatchMember:
+    return BatchMember(
+        trajectory_id=str(event.meta.trajectory_id),
+        group_id=str(event.meta.group_id),
+        trajectory=place,
+        reward=reward,
+        advantage=2 * reward - 1,
+    )
+
+
+def everything(field: Field, tokenizer: Tokenizer) -> None:
+    demonstrate(field, tokenizer)
+    for index in range(3):
+        cut(field, tokenizer, index, 1 + index)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> list[tuple[int, str]]:
+    """Digests of a run without any trouble."""
+    field = Field(tmp_path_factory.mktemp("uninterrupted"))
+    everything(field, tokenizer)
+    with field.training():
+        field.until_version(4)
+    return field.digests()
+
+
+def test_a_run_from_nothing_to_its_last_step(
+    field: Field, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]]
+) -> None:
+    everything(field, tokenizer)
+    with field.training():
+        field.until(lambda: field.pulse.detail.startswith("done"))
+    assert field.digests() == uninterrupted
+    steps = field.steps()
+    assert [(step.kind, step.base_version, step.new_version) for step in steps] == [
+        ("initial", None, 0),
+        ("sft", 0, 1),
+        ("grpo", 1, 2),
+        ("grpo", 2, 3),
+        ("grpo", 3, 4),
+    ]
+    assert steps[1].metrics["trajectories"] == DEMONSTRATIONS - 1
+    last = steps[-1]
+    assert (last.batch_id, last.metrics["groups"], last.metrics["groups_stale"]) == ("batch-run-2", 2, 1)
+    assert last.metrics["groups_dropped_zero_variance"] == 3
+    assert set(last.seconds) == {"read", "tensors", "forward_backward", "checkpoint", "publish"}
+    assert field.pulse.figures()["step"] == 3
+    assert field.pulse.figures()["version"] == 4
+
+
+def test_a_version_is_whole_and_its_probe_is_the_trainers_view(field: Field, tokenizer: Tokenizer) -> None:
+    everything(field, tokenizer)
+    with field.training():
+        field.until_version(2)
+    versions = field.weights()
+    for version in versions:
+        files = {file.name: field.blobs.get(file.uri, file.sha256) for file in version.files}
+        assert set(files) >= {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"}
+        engine = TorchEngine(SETTINGS, 0)
+        engine.load(files, {file.name: field.blobs.get(file.uri, file.sha256) for file in version.checkpoint})
+        tokens = unpack_tokens(version.probe.tokens)
+        assert token_count(version.probe.logprobs) == len(tokens) - 1 > 10
+        assert engine.probe(tokens) == unpack_logprobs(version.probe.logprobs)
+    assert [bool(version.checkpoint) for version in versions[:3]] == [False, False, True]
+    assert (versions[2].batches, versions[2].base_version) == (["batch-run-0"], 1)
+    assert versions[2].files[0] == versions[0].files[0]  # config.json is stored once
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+def test_a_restart_after_each_stage_gives_the_same_weights(
+    field: Field, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]], version: int
+) -> None:
+    if version >= 1:
+        demonstrate(field, tokenizer)
+    for index in range(version - 1):
+        cut(field, tokenizer, index, 1 + index)
+    with field.training():
+        field.until_version(version)
+    assert len(field.weights()) == version + 1
+    if version == 0:
+        demonstrate(field, tokenizer)
+    for index in range(max(0, version - 1), 3):
+        cut(field, tokenizer, index, 1 + index)
+    with field.training():
+        field.until_version(4)
+    assert field.digests() == uninterrupted
+
+
+def test_a_batch_that_is_delivered_again_is_taken_once(
+    field: Field, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]]
+) -> None:
+    demonstrate(field, tokenizer)
+    first = cut(field, tokenizer, 0, 1)
+    field.log.append(first)
+    cut(field, tokenizer, 7, 9, run_id="another")
+    with field.training():
+        field.until_version(2)
+    field.log._committed.clear()  # the group's position is lost: everything is delivered again
+    cut(field, tokenizer, 1, 2)
+    field.log.append(first)
+    cut(field, tokenizer, 2, 3)
+    with field.training():
+        field.until_version(4)
+    assert field.digests() == uninterrupted
+    assert len({event.meta.id for event in field.steps()}) == len(field.steps()) == 5
+
+
+def test_steps_end_when_the_job_says_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    field = Field(tmp_path, steps=1)
+    everything(field, tokenizer)
+    with field.training():
+        field.until(lambda: field.pulse.detail.startswith("done"))
+        time.sleep(0.05)
+    assert [version for version, _ in field.digests()] == [0, 1, 2]
+
+
+def test_without_demonstrations_practice_begins_with_version_0(field: Field, tokenizer: Tokenizer) -> None:
+    assert (first_version(GIVEN), first_version(SETTINGS)) == (0, 1)
+    cut(field, tokenizer, 0, 0)
+    with field.training(GIVEN):
+        field.until_version(1)
+    assert [step.kind for step in field.steps()] == ["initial", "grpo"]
+
+
+@pytest.mark.parametrize(("index", "base_version"), [(0, 2), (1, 1), (1, 2)])
+def test_a_batch_for_other_weights_fails_loudly(
+    field: Field, tokenizer: Tokenizer, index: int, base_version: int
+) -> None:
+    demonstrate(field, tokenizer)
+    cut(field, tokenizer, index, base_version)
+    with field.training():
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while field.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert isinstance(field.failure, BatchOutOfOrder)
+
+
+def test_a_stop_is_heard_while_waiting(field: Field) -> None:
+    with field.training():
+        field.until(lambda: "demonstrations" in field.pulse.detail)
+    assert field.failure is None
+    assert [version for version, _ in field.digests()] == [0]
+
+
+def test_a_second_trainer_fences_the_first(field: Field, tokenizer: Tokenizer) -> None:
+    demonstrate(field, tokenizer)
+    with field.training():
+        field.until_version(1)
+        field.log.transactor("trainer-run")
+        cut(field, tokenizer, 0, 1)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while field.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert isinstance(field.failure, Fenced)
+    assert len(field.weights()) == 2
+
+
+class FailingLog(MemoryLog):
+    """Refuses every second transaction, before anything of it is visible."""
+
+    attempts = 0
+
+    def commit_transaction(self, name: str, epoch: int, events: Sequence[Event], reader: MemoryReader) -> None:
+        self.attempts += 1
+        if self.attempts % 2:
+            raise LogUnavailable("the transaction was aborted")
+        super().commit_transaction(name, epoch, events, reader)
+
+
+def test_an_aborted_transaction_is_taken_again_from_the_same_base(
+    tmp_path: Path, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.loop._RETRY_SECONDS", 0.0)
+    field = Field(tmp_path, FailingLog(Codec(MemoryRegistry(), Blobs(f"file://{tmp_path}/blobs"))))
+    everything(field, tokenizer)
+    with field.training():
+        field.until_version(4)
+    assert field.digests() == uninterrupted
+    assert isinstance(field.log, FailingLog)
+    assert field.log.attempts == 10

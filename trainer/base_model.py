@@ -1,0 +1,151 @@
+"""The first weights: a model folder made from nothing, or a given one, checked. Either is a dict of named files."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from schemas.errors import BadInput
+from schemas.job import Job
+from trainer.config import ModelSettings
+from trainer.tokenizer import END, fit_tokenizer, tokenizer_config
+
+WEIGHTS = "model.safetensors"
+_CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_NORM_EPSILON = 1e-6
+_ROPE_THETA = 10000.0
+
+
+def base_model(settings: ModelSettings, job: Job, seed: int) -> dict[str, bytes]:
+    """Files of version 0, by name. Raises BadInput for a folder that cannot be used."""
+    return make_model(settings, job, seed) if settings.path is None else read_model(Path(settings.path))
+
+
+def make_model(settings: ModelSettings, job: Job, seed: int) -> dict[str, bytes]:
+    """A Llama with random weights and a tokenizer fitted to the job. The same seed gives the same bytes."""
+    tokenizer = fit_tokenizer(job, seed, settings.vocabulary_size)
+    vocabulary_size = tokenizer.get_vocab_size()
+    end = tokenizer.token_to_id(END)
+    weights = _initial_weights(settings, vocabulary_size, seed)
+    return {
+        "config.json": _json(_config(settings, vocabulary_size, end)),
+        "generation_config.json": _json({"eos_token_id": end, "pad_token_id": end}),
+        "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": tokenizer_config(settings.positions_max),
+        WEIGHTS: save_safetensors(weights, metadata={"format": "pt"}),
+    }
+
+
+def read_model(folder: Path) -> dict[str, bytes]:
+    """Files of a given model: weights in one float32 file, the rest as they are. Raises BadInput."""
+    if not folder.is_dir():
+        raise BadInput(f"model folder {folder} does not exist: set [trainer.model] path to a folder with config.json")
+    config = _config_of(folder)
+    _checked(folder / "tokenizer.json", lambda data: Tokenizer.from_str(data.decode()))
+    files = {name: (folder / name).read_bytes() for name in _CARRIED if (folder / name).is_file()}
+    files.setdefault("generation_config.json", _json({"eos_token_id": config.get("eos_token_id")}))
+    files.setdefault("tokenizer_config.json", _json({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    files["config.json"] = _json({**config, "dtype": "float32", "torch_dtype": "float32"})
+    files[WEIGHTS] = save_safetensors(_weights_of(folder), metadata={"format": "pt"})
+    return files
+
+
+def _config(settings: ModelSettings, vocabulary_size: int, end: int | None) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": settings.hidden,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "head_dim": settings.hidden // settings.heads,
+        "intermediate_size": settings.ffn,
+        "vocab_size": vocabulary_size,
+        "max_position_embeddings": settings.positions_max,
+        "initializer_range": settings.initializer_range,
+        "rms_norm_eps": _NORM_EPSILON,
+        "rope_theta": _ROPE_THETA,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": None,  # transformers gives the embedding of a padding token no gradient, and ours is <|end|>
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def _initial_weights(settings: ModelSettings, vocabulary_size: int, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * settings.initializer_range
+
+    hidden, ffn = settings.hidden, settings.ffn
+    weights = {"model.embed_tokens.weight": drawn(vocabulary_size, hidden)}
+    for layer in range(settings.layers):
+        prefix = f"model.layers.{layer}"
+        for part in "qkvo":
+            weights[f"{prefix}.self_attn.{part}_proj.weight"] = drawn(hidden, hidden)
+        weights[f"{prefix}.mlp.gate_proj.weight"] = drawn(ffn, hidden)
+        weights[f"{prefix}.mlp.up_proj.weight"] = drawn(ffn, hidden)
+        weights[f"{prefix}.mlp.down_proj.weight"] = drawn(hidden, ffn)
+        weights[f"{prefix}.input_layernorm.weight"] = torch.ones(hidden)
+        weights[f"{prefix}.post_attention_layernorm.weight"] = torch.ones(hidden)
+    weights["model.norm.weight"] = torch.ones(hidden)
+    return weights
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    config = _checked(folder / "config.json", json.loads)
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise BadInput(f"{folder / 'config.json'} names no architectures: is {folder} a Hugging Face model folder?")
+    return config
+
+
+def _weights_of(folder: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for path in _shards(folder):
+        weights.update(_checked(path, load_safetensors))
+    return {name: tensor.to(torch.float32).contiguous() for name, tensor in weights.items()}
+
+
+def _shards(folder: Path) -> Iterator[Path]:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise BadInput(f"model folder {folder} holds no *.safetensors: convert its weights to safetensors")
+    yield from paths
+
+
+def _checked(path: Path, read: Callable[[bytes], Any]) -> Any:
+    try:
+        return read(path.read_bytes())
+    except FileNotFoundError as error:
+        raise BadInput(f"model folder {path.parent} has no {path.name}: give a Hugging Face model folder") from error
+    except SafetensorError as error:
+        raise BadInput(f"{path} is not a safetensors file: {error}") from error
+    except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
+        raise BadInput(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=1).encode()

@@ -1,0 +1,126 @@
+"""Settings of the trainer: what a TOML section may say, with a sentence under each field. No heavy import here."""
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+LossMode = Literal["D", "B", "P", "GSPO", "CISPO", "ICEPOP"]
+Aggregation = Literal["token_mean", "sequence_mean", "constant_length"]
+
+
+class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the first weights come from. TOML section [trainer.model]."""
+
+    path: str | None = None
+    "folder of an existing model (config.json, tokenizer.json, *.safetensors); without it one is made from nothing"
+    hidden: int = 64
+    "width of the residual stream of a model made from nothing"
+    layers: int = 3
+    "transformer blocks"
+    heads: int = 2
+    "attention heads; hidden / heads is the head size, which the server must support (32 works on CPU)"
+    ffn: int = 192
+    "width of the feed-forward layers"
+    vocabulary_size: int = 500
+    "upper bound of the tokenizer: 256 bytes, role headers, tags, scaffold, and merges for the rest"
+    initializer_range: float = 0.08
+    "standard deviation of the initial weights"
+    positions_max: int = 1024
+    "longest sequence the model is declared for"
+
+    def __post_init__(self) -> None:
+        _require(self.hidden % self.heads == 0, "hidden must be a multiple of heads")
+        _require((self.hidden // self.heads) % 2 == 0, "hidden / heads must be even: positions are rotations of pairs")
+        _require(self.vocabulary_size >= 300, "vocabulary_size must be at least 300: bytes, headers and tags need it")
+
+
+class SftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cold start on a teacher's trajectories. TOML section [trainer.sft]."""
+
+    demonstrations: int = 6000
+    "ended demonstrations to wait for; 0 = no cold start, practice begins with version 0"
+    steps: int = 1500
+    "optimizer steps"
+    batch: int = 32
+    "trajectories an optimizer step"
+    muon_learning_rate: float = 0.02
+    "for the 2-D weights of the hidden layers"
+    muon_momentum: float = 0.95
+    "Nesterov momentum of Muon"
+    adamw_learning_rate: float = 3e-3
+    "for embeddings, head and norms"
+    warmup_steps: int = 50
+    "learning rates rise linearly over these steps"
+    final_share: float = 0.1
+    "share of the learning rates that the cosine ends at"
+    gradient_clip: float = 1.0
+    "greatest norm of a gradient"
+
+
+class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The learning rule (GRPO.md). TOML section [trainer.grpo]."""
+
+    learning_rate: float = 4e-4
+    "of AdamW; constant"
+    beta1: float = 0.9
+    "AdamW's memory of gradients"
+    beta2: float = 0.95
+    "AdamW's memory of squared gradients"
+    weight_decay: float = 0.0
+    "AdamW's pull towards zero"
+    inner_steps: int = 2
+    "optimizer steps on the whole batch"
+    mode: LossMode = "D"
+    "D decoupled, B bypass, P one step a batch, or the variants GSPO, CISPO, ICEPOP"
+    clip_low: float = 0.2
+    "a ratio below 1 - clip_low earns nothing more when the advantage is negative"
+    clip_high: float = 0.28
+    "a ratio above 1 + clip_high earns nothing more when the advantage is positive"
+    dual_clip: float = 3.0
+    "bound of the loss of a token with negative advantage, in advantages"
+    importance_weight_max: float = 2.0
+    "truncation of the weight that corrects for stale sampling"
+    icepop_low: float = 0.5
+    "ICEPOP: a token whose weight is below it teaches nothing"
+    gspo_clip_low: float = 3e-4
+    "GSPO: clip_low of the ratio of a whole trajectory"
+    gspo_clip_high: float = 4e-4
+    "GSPO: clip_high of the ratio of a whole trajectory"
+    probability_drop: float = 0.2
+    "P: a token whose probability has moved this far in the wanted direction teaches nothing more"
+    square_weight: float = 1e-3
+    "P: weight of the squared difference of log-probabilities"
+    rejection_low: float | None = None
+    "a trajectory whose geometric mean of importance ratios is below it is removed from the loss; null = never"
+    rejection_high: float | None = None
+    "the same above"
+    aggregation: Aggregation = "token_mean"
+    "over the whole step: mean over tokens, mean of trajectory means, or sum / (trajectories x length_constant)"
+    length_constant: int = 512
+    "constant_length: tokens a trajectory counts as"
+    gradient_clip: float = 1.0
+    "greatest norm of a gradient"
+    micro_batch_tokens_max: int = 2048
+    "distinct tokens in one forward pass; a longer trajectory has a pass of its own"
+
+    def __post_init__(self) -> None:
+        _require(self.inner_steps >= 1, "inner_steps must be at least 1")
+        _require(self.mode != "P" or self.inner_steps == 1, "mode P takes one step a batch: set inner_steps to 1")
+
+
+class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything the trainer can be told. TOML section [trainer]."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    "where the first weights come from"
+    sft: SftSettings = field(default_factory=SftSettings)
+    "the cold start"
+    grpo: GrpoSettings = field(default_factory=GrpoSettings)
+    "the learning rule"
+    threads: int = 1
+    "threads of torch; two on busy cores were 6 to 50 times slower than one"
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)

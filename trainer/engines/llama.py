@@ -1,0 +1,201 @@
+"""A Llama that reads micro-batches with shared prefixes: the fast path for models of that family.
+
+Parameters keep the names of the Hugging Face files. A test proves it equal to transformers' LlamaForCausalLM. At small
+sizes the time goes into many small operations, so norm, rotation and gate are single steps with their own backward pass.
+"""
+
+import json
+from typing import Any
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+from torch.nn import functional
+
+from trainer.batch import MicroBatch
+
+
+class LlamaShape(Struct, frozen=True, kw_only=True):
+    """What config.json says of a Llama."""
+
+    hidden: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    vocabulary_size: int
+    norm_epsilon: float
+    rope_theta: float
+    tied: bool
+
+
+def llama_shape(config_json: bytes) -> LlamaShape | None:
+    """The shape, when config.json describes a Llama that this file computes exactly; else None."""
+    config = json.loads(config_json)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    plain = (
+        config.get("architectures") == ["LlamaForCausalLM"]
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and not config.get("attention_bias")
+        and not config.get("mlp_bias")
+        and config.get("hidden_act", "silu") == "silu"
+    )
+    if not plain:
+        return None
+    return LlamaShape(
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        key_value_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_size=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        vocabulary_size=config["vocab_size"],
+        norm_epsilon=config.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10000.0)),
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+class Llama:
+    """See trainer.engines.protocol.Model."""
+
+    def __init__(self, shape: LlamaShape, parameters: dict[str, Tensor]) -> None:
+        self.shape = shape
+        self.vocabulary_size = shape.vocabulary_size
+        # safetensors gives names in any order, and the norm of all gradients depends on the order they are added in;
+        # it gives memory of any alignment, and products may depend on that: sorted copies make runs repeatable
+        self.parameters = {name: parameters[name].clone().requires_grad_() for name in sorted(parameters)}
+        self._frequencies = shape.rope_theta ** -(
+            torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
+        )
+
+    def hidden_weights(self) -> list[str]:
+        """Names of the 2-D weights of the hidden layers."""
+        return [name for name, tensor in self.parameters.items() if ".layers." in name and tensor.dim() == 2]
+
+    def logits(self, micro: MicroBatch) -> Tensor:
+        """Logits that each sampled token was drawn from, [sampled, vocabulary]."""
+        embeddings = self.parameters["model.embed_tokens.weight"]
+        stream = functional.embedding(micro.tokens, embeddings)
+        angles = micro.positions[:, None].to(torch.float32) * self._frequencies
+        cosine, sine = angles.cos()[:, None].to(stream.dtype), angles.sin()[:, None].to(stream.dtype)
+        for layer in range(self.shape.layers):
+            last = layer == self.shape.layers - 1
+            # behind the attention of the last layer, only what predicts a sampled token is still needed
+            stream = self._block(layer, stream, micro, cosine, sine, micro.before if last else None)
+        stream = _norm(stream, self.parameters["model.norm.weight"], self.shape.norm_epsilon)
+        return functional.linear(stream, embeddings if self.shape.tied else self.parameters["lm_head.weight"])
+
+    def _block(
+        self, layer: int, stream: Tensor, micro: MicroBatch, cosine: Tensor, sine: Tensor, kept: Tensor | None
+    ) -> Tensor:
+        normed = _norm(stream, self._weight(layer, "input_layernorm"), self.shape.norm_epsilon)
+        attended = self._attention(layer, normed, micro, cosine, sine, kept)
+        if kept is not None:
+            stream = functional.embedding(kept, stream)
+        stream = stream + functional.linear(attended, self._weight(layer, "self_attn.o_proj"))
+        normed = _norm(stream, self._weight(layer, "post_attention_layernorm"), self.shape.norm_epsilon)
+        gate_up = torch.cat((self._weight(layer, "mlp.gate_proj"), self._weight(layer, "mlp.up_proj")))
+        gated = _gate(functional.linear(normed, gate_up))
+        return stream + functional.linear(gated, self._weight(layer, "mlp.down_proj"))
+
+    def _attention(
+        self, layer: int, normed: Tensor, micro: MicroBatch, cosine: Tensor, sine: Tensor, kept: Tensor | None
+    ) -> Tensor:
+        heads, shared = self.shape.heads, self.shape.key_value_heads
+        weight = torch.cat([self._weight(layer, f"self_attn.{part}_proj") for part in "qkv"])
+        # functional.embedding is a gather whose backward pass is many times faster on CPU than that of indexing
+        mixed = _rotate(functional.linear(normed, weight), cosine, sine, heads + shared)
+        outputs: list[Tensor] = []
+        for rows in micro.rows:
+            gathered = functional.embedding(rows, mixed).view(*rows.shape, -1, self.shape.head_size).transpose(1, 2)
+            queries, keys, values = torch.split(gathered, [heads, shared, shared], dim=1)
+            attended = functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=heads != shared
+            )
+            outputs.append(attended.transpose(1, 2).reshape(rows.numel(), heads * self.shape.head_size))
+        places = micro.first if kept is None else micro.first[kept]
+        return functional.embedding(places, torch.cat(outputs) if len(outputs) > 1 else outputs[0])
+
+    def _weight(self, layer: int, name: str) -> Tensor:
+        return self.parameters[f"model.layers.{layer}.{name}.weight"]
+
+
+def _norm(stream: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    normed: Tensor = _Norm.apply(stream, weight, epsilon)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def _rotate(mixed: Tensor, cosine: Tensor, sine: Tensor, heads: int) -> Tensor:
+    rotated: Tensor = _Rotate.apply(mixed, cosine, sine, heads)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+def _gate(gate_up: Tensor) -> Tensor:
+    gated: Tensor = _Gate.apply(gate_up)  # type: ignore[no-untyped-call]
+    return gated
+
+
+class _Norm(torch.autograd.Function):
+    """x / sqrt(mean x² + epsilon) times a weight."""
+
+    @staticmethod
+    def forward(context: Any, stream: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        scale = stream.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+        normed = stream * scale
+        context.save_for_backward(normed, scale, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        normed, scale, weight = context.saved_tensors
+        of_weight = gradient * normed
+        of_normed = gradient * weight
+        along = (of_weight @ weight / normed.shape[-1]).unsqueeze(-1)
+        return of_normed.addcmul_(normed, along, value=-1).mul_(scale), of_weight.sum(0), None
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotates the halves of the first heads (queries and keys) by their position; values pass."""
+
+    @staticmethod
+    def forward(context: Any, mixed: Tensor, cosine: Tensor, sine: Tensor, heads: int) -> Tensor:
+        context.save_for_backward(cosine, sine)
+        context.heads = heads
+        return _rotated(mixed, cosine, sine, heads, 1.0)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cosine, sine = context.saved_tensors
+        return _rotated(gradient, cosine, sine, context.heads, -1.0), None, None, None
+
+
+def _rotated(mixed: Tensor, cosine: Tensor, sine: Tensor, heads: int, direction: float) -> Tensor:
+    half = cosine.shape[-1]
+    source = mixed.view(len(mixed), -1, 2, half)[:, :heads]
+    result = mixed.clone()
+    target = result.view(len(mixed), -1, 2, half)[:, :heads]
+    target.mul_(cosine[:, None].transpose(1, 2))
+    target[:, :, 0].addcmul_(source[:, :, 1], sine, value=-direction)
+    target[:, :, 1].addcmul_(source[:, :, 0], sine, value=direction)
+    return result
+
+
+class _Gate(torch.autograd.Function):
+    """silu(gate) * up, where both come side by side from one product."""
+
+    @staticmethod
+    def forward(context: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        silu = functional.silu(gate)
+        context.save_for_backward(gate_up, silu)
+        return silu * up
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        gate_up, silu = context.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        result = torch.empty_like(gate_up)
+        of_gate, of_up = result.chunk(2, -1)
+        torch.mul(gradient, silu, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+        return result

@@ -1,0 +1,128 @@
+"""The engine of one machine: torch in float32, one process, the fast Llama or whatever transformers knows."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+
+from schemas.errors import BadInput
+from schemas.events import TrajectoryAssembled
+from trainer.base_model import WEIGHTS
+from trainer.batch import Episode, Refused, TrainingBatch, episode_of, training_batch
+from trainer.checkpoint import optimizer_files, restore_optimizer
+from trainer.config import GrpoSettings, TrainerSettings
+from trainer.engines.foreign import ForeignModel
+from trainer.engines.llama import Llama, llama_shape
+from trainer.engines.protocol import GrpoBatch, Model, Progress, Report
+from trainer.sft import demonstrations_of, fine_tune
+from trainer.step import take_step
+
+
+class TorchEngine:
+    """See trainer.engines.protocol.Engine."""
+
+    def __init__(self, settings: TrainerSettings, seed: int) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._static: dict[str, bytes] = {}
+        self._loaded: tuple[Model, torch.optim.Optimizer] | None = None
+
+    def load(self, files: Mapping[str, bytes], checkpoint: Mapping[str, bytes]) -> None:
+        model = _model_of(files)
+        optimizer = _adamw(model, self._settings.grpo)
+        restore_optimizer(optimizer, model.parameters, checkpoint)
+        self._static = {name: data for name, data in files.items() if name != WEIGHTS}
+        self._loaded = model, optimizer
+
+    def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> Report:
+        model, _ = self._ready()
+        began = time.monotonic()
+        episodes = demonstrations_of(demonstrations, model.vocabulary_size)
+        ready = time.monotonic()
+        figures = fine_tune(model, episodes, self._settings.sft, self._seed, progress)
+        metrics = {
+            "loss": figures.loss_last,
+            "loss_first": figures.loss_first,
+            "steps": float(self._settings.sft.steps),
+            "tokens": float(figures.tokens),
+            "trajectories": float(len(episodes)),
+            "trajectories_refused": float(len(demonstrations) - len(episodes)),
+        }
+        return Report(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
+
+    def grpo(self, batch: GrpoBatch) -> Report:
+        model, optimizer = self._ready()
+        began = time.monotonic()
+        tensors = _tensors(batch, model.vocabulary_size, self._settings.grpo)
+        ready = time.monotonic()
+        metrics = {"step_refused": 1.0}
+        if tensors.tokens_sampled:
+            metrics = take_step(model, optimizer, tensors, self._settings.grpo, batch.base_version)
+        metrics["trajectories_refused"] = float(len(tensors.refused))
+        return Report(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
+
+    def save(self) -> dict[str, bytes]:
+        model, _ = self._ready()
+        weights = {name: tensor.detach().contiguous() for name, tensor in model.parameters.items()}
+        return {**self._static, WEIGHTS: save_safetensors(weights, metadata={"format": "pt"})}
+
+    def checkpoint(self) -> dict[str, bytes]:
+        model, optimizer = self._ready()
+        return optimizer_files(optimizer, model.parameters)
+
+    @torch.no_grad()
+    def probe(self, tokens: Sequence[int]) -> list[float]:
+        model, _ = self._ready()
+        length = len(tokens)
+        episode = Episode(
+            tokens=numpy.array(tokens, numpy.int32),
+            sampled=numpy.arange(length) > 0,
+            logprobs=numpy.zeros(length, numpy.float32),
+            versions=numpy.zeros(length, numpy.int64),
+        )
+        micro = training_batch([episode], length).micro_batches[0]
+        logprobs = torch.log_softmax(model.logits(micro), -1).gather(1, micro.targets[:, None])
+        return [float(value) for value in logprobs.squeeze(1)]
+
+    def _ready(self) -> tuple[Model, torch.optim.Optimizer]:
+        assert self._loaded is not None, "load comes first"
+        return self._loaded
+
+
+def _model_of(files: Mapping[str, bytes]) -> Model:
+    weights = load_safetensors(files[WEIGHTS])
+    shape = llama_shape(files["config.json"])
+    if shape is None:
+        return ForeignModel(files["config.json"], weights)
+    if shape.tied:
+        weights.pop("lm_head.weight", None)
+    wanted = "model.embed_tokens.weight"
+    if wanted not in weights or tuple(weights[wanted].shape) != (shape.vocabulary_size, shape.hidden):
+        raise BadInput(f"{WEIGHTS} does not fit config.json: {wanted} is missing or of another shape")
+    return Llama(shape, weights)
+
+
+def _adamw(model: Model, settings: GrpoSettings) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        [tensor for _, tensor in sorted(model.parameters.items())],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+def _tensors(batch: GrpoBatch, vocabulary_size: int, settings: GrpoSettings) -> TrainingBatch:
+    episodes: list[Episode] = []
+    refused: list[str] = []
+    for event, reward, advantage in zip(batch.trajectories, batch.rewards, batch.advantages, strict=True):
+        try:
+            episodes.append(episode_of(event, vocabulary_size, advantage, reward))
+        except Refused as refusal:
+            refused.append(str(refusal))
+    return training_batch(
+        episodes, settings.micro_batch_tokens_max, settings.aggregation, settings.length_constant, refused
+    )

@@ -1,0 +1,286 @@
+"""The trainer program: batches become weights, each batch once.
+
+    find the newest version of this run ─► none: base_model ─► publish version 0
+    version 0 and demonstrations wanted ─► wait for them ─► engine.sft ─► publish version 1
+    each BatchCut ─► read its trajectories ─► engine.grpo ─► blobs, then StepTaken + WeightsPublished + offset as one
+
+config says what is wanted, batch and loss say what is learned, engines compute it, publish words the facts. Nothing is kept
+beside the log and the blobs: a restart loads the newest version and goes on, and a batch that is done already is passed.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from schemas.blobs import Blobs
+from schemas.errors import LogUnavailable, ReplaygroundError
+from schemas.events import BatchCut, StepKind, TrajectoryAssembled, WeightsPublished
+from schemas.ids import now_microseconds
+from schemas.job import Job, load_job
+from schemas.metrics import Pulse
+from schemas.run import Run
+from streams.log.protocol import Log, Reader, Transactor
+from trainer.base_model import base_model
+from trainer.config import TrainerSettings
+from trainer.engines.protocol import Engine, GrpoBatch, Report
+from trainer.publish import Publisher, probe_of, probe_tokens
+
+_POLL_SECONDS = 0.2
+_EVENTS_MAX = 2000
+_RETRY_SECONDS = 1.0
+
+_logger = structlog.get_logger(__name__)
+
+
+class BatchOutOfOrder(ReplaygroundError):
+    """A batch was cut for other weights than the newest: the log or the cutter is not what this program takes it for."""
+
+
+class _Stopped(Exception):
+    """The program was told to stop while it waited or learned; what was begun is taken again at the next start."""
+
+
+def run(run: Run, settings: TrainerSettings, pulse: Pulse, stop: threading.Event) -> None:
+    """The program. Returns when stop is set. Raises Fenced, BadInput, BatchOutOfOrder, BlobDamaged."""
+    import torch  # torch and the clients take seconds to import: only a trainer that really starts pays for them
+
+    from streams.log.connect import open_log
+    from trainer.engines.torch_engine import TorchEngine
+
+    torch.set_num_threads(settings.threads)
+    log = open_log(run)
+    try:
+        train(run, settings, log, Blobs(run.blobs_url), TorchEngine(settings, run.seed), pulse, stop)
+    finally:
+        log.close()
+
+
+def train(
+    run: Run,
+    settings: TrainerSettings,
+    log: Log,
+    blobs: Blobs,
+    engine: Engine,
+    pulse: Pulse,
+    stop: threading.Event,
+    now: Callable[[], int] = now_microseconds,
+) -> None:
+    """The program over any log and engine. When the log is not available it starts over from what is published."""
+    job = load_job(run.job.module)
+    while not stop.is_set():
+        publisher = Publisher(run, settings, blobs, now)
+        session = _Session(run, settings, log, publisher, engine, job, pulse, stop)
+        try:
+            session.go()
+        except _Stopped:
+            return
+        except LogUnavailable as error:
+            _logger.warning("log unavailable, starting over from the newest published version", error=str(error))
+            pulse.detail = f"waiting for the log: {error}"
+            stop.wait(_RETRY_SECONDS)
+
+
+@dataclass
+class _Session:
+    """One stretch of work from the newest published version on, until stop or an error."""
+
+    run: Run
+    settings: TrainerSettings
+    log: Log
+    publisher: Publisher
+    engine: Engine
+    job: Job
+    pulse: Pulse
+    stop: threading.Event
+    probe_tokens: list[int] | None = None
+
+    def go(self) -> None:
+        # taking the transactional id first fences a trainer that is still running: what is newest now stays newest
+        transactor = self.log.transactor(f"trainer-{self.run.run_id}")
+        try:
+            batches = self.log.reader(["batches"], f"trainer-{self.run.run_id}")
+            try:
+                version = self._started(transactor, batches)
+                if version == 0 and self.settings.sft.demonstrations > 0:
+                    version = self._cold_start(transactor, batches)
+                self._practise(version, transactor, batches)
+            finally:
+                batches.close()
+        finally:
+            transactor.close()
+
+    def _started(self, transactor: Transactor, batches: Reader) -> int:
+        """Loads the newest version, or makes and publishes version 0."""
+        newest = self._newest()
+        if newest is None:
+            self.pulse.detail = "making the base model"
+            with self.pulse.busy():
+                self.engine.load(base_model(self.settings.model, self.job, self.run.seed), {})
+            return self._publish("initial", None, 0, Report(), transactor, batches)
+        self.pulse.detail = f"loading version {newest.version}"
+        self.engine.load(self.publisher.fetch(newest.files), self.publisher.fetch(newest.checkpoint))
+        self._tell(newest.version)
+        return newest.version
+
+    def _cold_start(self, transactor: Transactor, batches: Reader) -> int:
+        began = time.monotonic()
+        demonstrations = self._demonstrations()
+        read_seconds = time.monotonic() - began
+        with self.pulse.busy():
+            report = self.engine.sft(demonstrations, self._progress)
+        self.pulse.gauge("progress", 1.0)
+        report.seconds["read"] = read_seconds
+        return self._publish("sft", 0, 1, report, transactor, batches)
+
+    def _practise(self, version: int, transactor: Transactor, batches: Reader) -> None:
+        first = first_version(self.settings)
+        while True:
+            if version - first >= self.run.job.steps:
+                self.pulse.detail = f"done: {self.run.job.steps} steps taken"
+                self._pause(_POLL_SECONDS)
+                continue
+            self.pulse.detail = f"waiting for batch {version - first}"
+            batch = self._next_batch(version, batches)
+            with self.pulse.busy():
+                version = self._step(batch, transactor, batches)
+
+    def _next_batch(self, version: int, batches: Reader) -> BatchCut:
+        """The batch for these weights. One message is polled at a time: the transaction commits what was polled."""
+        while True:
+            self._check_stop()
+            for delivery in batches.poll(1, _POLL_SECONDS):
+                batch = delivery.event
+                if not isinstance(batch, BatchCut) or batch.meta.run_id != self.run.run_id:
+                    continue
+                self.pulse.count("events_read")
+                if self._is_next(batch, version):
+                    return batch
+
+    def _is_next(self, batch: BatchCut, version: int) -> bool:
+        expected = first_version(self.settings) + batch.index
+        if batch.base_version != expected:
+            raise BatchOutOfOrder(
+                f"batch {batch.index} is cut for version {batch.base_version} where {expected} is due: "
+                "do [cut] first_version and [trainer.sft] demonstrations agree?"
+            )
+        if batch.base_version > version:
+            raise BatchOutOfOrder(f"batch {batch.index} needs version {batch.base_version}, the newest is {version}")
+        return batch.base_version == version  # an older one was taken before a restart
+
+    def _step(self, batch: BatchCut, transactor: Transactor, batches: Reader) -> int:
+        self.pulse.detail = f"taking step {batch.index}"
+        began = time.monotonic()
+        events = self.log.read_at([member.trajectory for member in batch.members])
+        self.pulse.count("events_read", len(events))
+        trajectories = [event for event in events if isinstance(event, TrajectoryAssembled)]
+        read_seconds = time.monotonic() - began
+        report = self.engine.grpo(
+            GrpoBatch(
+                base_version=batch.base_version,
+                trajectories=trajectories,
+                rewards=[member.reward for member in batch.members],
+                advantages=[member.advantage for member in batch.members],
+            )
+        )
+        report.seconds["read"] = read_seconds
+        report.metrics.update(_batch_metrics(batch))
+        return self._publish(
+            "grpo", batch.base_version, batch.base_version + 1, report, transactor, batches, batch.meta.id
+        )
+
+    def _publish(
+        self,
+        kind: StepKind,
+        base_version: int | None,
+        version: int,
+        report: Report,
+        transactor: Transactor,
+        batches: Reader,
+        batch_id: str | None = None,
+    ) -> int:
+        """Blobs first, then everything that names them and the consumed offset in one transaction."""
+        began = time.monotonic()
+        saved = self.engine.save()
+        if self.probe_tokens is None:
+            self.probe_tokens = probe_tokens(self.job, self.run.seed, saved["tokenizer.json"])
+        probe = probe_of(self.engine, self.probe_tokens)
+        checkpoint = self.engine.checkpoint()
+        ready = time.monotonic()
+        files, checkpoint_files = self.publisher.store(saved), self.publisher.store(checkpoint)
+        report.seconds.update({"checkpoint": ready - began, "publish": time.monotonic() - ready})
+        taken = self.publisher.step_taken(kind, base_version, version, report, batch_id)
+        published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
+        transactor.commit([taken, published], batches)
+        self.pulse.count("events_written", 2)
+        self._tell(version)
+        _logger.info("published", kind=kind, version=version, metrics=report.metrics, seconds=report.seconds)
+        return version
+
+    def _newest(self) -> WeightsPublished | None:
+        reader = self.log.reader(["weights"])
+        newest: WeightsPublished | None = None
+        try:
+            while not reader.caught_up():
+                self._check_stop()
+                for delivery in reader.poll(_EVENTS_MAX, _POLL_SECONDS):
+                    event = delivery.event
+                    if isinstance(event, WeightsPublished) and event.meta.run_id == self.run.run_id:
+                        newest = event if newest is None or event.version > newest.version else newest
+        finally:
+            reader.close()
+        return newest
+
+    def _demonstrations(self) -> list[TrajectoryAssembled]:
+        """As many ended demonstrations as are configured, those given up among them, in the order of their ids.
+
+        An attempt that ended by infra_error does not fill its place; a later attempt of the same trajectory does.
+        """
+        wanted = self.settings.sft.demonstrations
+        found: dict[str, TrajectoryAssembled] = {}
+        reader = self.log.reader(["trajectories"])
+        try:
+            while len(found) < wanted:
+                self._check_stop()
+                self.pulse.detail = f"{len(found)} of {wanted} demonstrations are there"
+                for delivery in reader.poll(_EVENTS_MAX, _POLL_SECONDS):
+                    self.pulse.count("events_read")
+                    event = delivery.event
+                    if isinstance(event, TrajectoryAssembled) and self._demonstrates(event):
+                        found.setdefault(str(event.meta.trajectory_id), event)
+        finally:
+            reader.close()
+        return [found[trajectory_id] for trajectory_id in sorted(found)][:wanted]
+
+    def _demonstrates(self, event: TrajectoryAssembled) -> bool:
+        meta = event.meta
+        return meta.run_id == self.run.run_id and meta.purpose == "demonstrate" and event.ended_by != "infra_error"
+
+    def _progress(self, share: float, loss: float) -> None:
+        self._check_stop()
+        self.pulse.gauge("progress", share)
+        self.pulse.detail = f"learning from demonstrations: {share:.0%}, loss {loss:.3f}"
+
+    def _tell(self, version: int) -> None:
+        self.pulse.gauge("version", version)
+        self.pulse.gauge("step", max(0, version - first_version(self.settings)))
+
+    def _pause(self, seconds: float) -> None:
+        self.stop.wait(seconds)
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise _Stopped
+
+
+def first_version(settings: TrainerSettings) -> int:
+    """The version that practice begins with: 1 after a cold start, 0 without one."""
+    return 1 if settings.sft.demonstrations > 0 else 0
+
+
+def _batch_metrics(batch: BatchCut) -> dict[str, float]:
+    dropped = {f"groups_dropped_{reason}": float(count) for reason, count in sorted(batch.groups_dropped.items())}
+    return {"groups": float(len(batch.groups)), "groups_stale": float(len(batch.groups_stale)), **dropped}

@@ -1,0 +1,233 @@
+"""The learning rule of GRPO.md and its variants, pure: tensors in, a loss and figures out.
+
+Per token: mask m (1 = sampled by the policy), mu = log-probability at sampling, prox = the trainer's at the start of the
+batch, theta = the trainer's now, A = advantage of its trajectory, share = what the token counts in the whole optimizer
+step (1 / N for the token mean). Shares are made over the whole step, so the losses of micro-batches add up.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+LOGRATIO_MAX = 20.0
+
+
+class LossRules(Protocol):
+    """The figures of the rule; trainer.config.GrpoSettings has them."""
+
+    @property
+    def mode(self) -> str: ...
+    @property
+    def clip_low(self) -> float: ...
+    @property
+    def clip_high(self) -> float: ...
+    @property
+    def dual_clip(self) -> float: ...
+    @property
+    def importance_weight_max(self) -> float: ...
+    @property
+    def icepop_low(self) -> float: ...
+    @property
+    def gspo_clip_low(self) -> float: ...
+    @property
+    def gspo_clip_high(self) -> float: ...
+    @property
+    def probability_drop(self) -> float: ...
+    @property
+    def square_weight(self) -> float: ...
+    @property
+    def rejection_low(self) -> float | None: ...
+    @property
+    def rejection_high(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of whole trajectories, flat: every tensor has one entry a token."""
+
+    theta: Tensor
+    prox: Tensor
+    mu: Tensor
+    advantage: Tensor
+    mask: Tensor
+    "bool"
+    trajectory: Tensor
+    "int64, which trajectory of the micro-batch: 0, 1, 2 …"
+    share: Tensor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a mode says of each token."""
+
+    loss: Tensor
+    weight: Tensor
+    "what the effective sample size is taken of: the importance weight, or the ratio where there is none"
+    removed: Tensor
+    "bool: the clip took this token's gradient away"
+
+
+@dataclass(frozen=True)
+class LossFigures:
+    """Sums over sampled tokens; figures of micro-batches add up to those of the step."""
+
+    tokens: float = 0.0
+    removed: float = 0.0
+    k3: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+
+    def __add__(self, other: "LossFigures") -> "LossFigures":
+        return LossFigures(
+            self.tokens + other.tokens,
+            self.removed + other.removed,
+            self.k3 + other.k3,
+            self.weight + other.weight,
+            self.weight_squared + other.weight_squared,
+        )
+
+    @property
+    def clip_share(self) -> float:
+        return self.removed / self.tokens if self.tokens else 0.0
+
+    @property
+    def k3_mean(self) -> float:
+        return self.k3 / self.tokens if self.tokens else 0.0
+
+    @property
+    def effective_sample_size(self) -> float:
+        """1 / E[(w / E w)²], a share: 1 when all tokens weigh the same."""
+        return self.weight**2 / (self.tokens * self.weight_squared) if self.weight_squared else 0.0
+
+
+def policy_loss(tokens: Tokens, rules: LossRules) -> tuple[Tensor, LossFigures]:
+    """The part of the step's loss that these tokens make, and their figures. Tokens outside the mask have no gradient."""
+    terms = MODES[rules.mode](tokens, rules)
+    counted = tokens.mask & ~rejected(tokens, rules)
+    loss = torch.where(counted, terms.loss * tokens.share, 0.0).sum()
+    return loss, _figures(tokens, terms)
+
+
+def token_shares(trajectory: Tensor, mask: Tensor, aggregation: str, length_constant: int) -> Tensor:
+    """What each token of a whole optimizer step counts in its loss. All zero when nothing was sampled."""
+    sampled = mask.to(torch.float64)
+    lengths = torch.zeros(int(trajectory.max()) + 1 if trajectory.numel() else 0, dtype=torch.float64)
+    lengths = lengths.index_add(0, trajectory, sampled)
+    trajectories = (lengths > 0).sum().clamp(min=1)
+    if aggregation == "token_mean":
+        return sampled / sampled.sum().clamp(min=1)
+    if aggregation == "sequence_mean":
+        return sampled / (lengths.clamp(min=1)[trajectory] * trajectories)
+    if aggregation == "constant_length":
+        return sampled / (trajectories * length_constant)
+    raise ValueError(f"unknown aggregation {aggregation}")
+
+
+def rejected(tokens: Tokens, rules: LossRules) -> Tensor:
+    """Tokens of trajectories whose geometric mean of prox / mu is out of bounds. Their count stays in N."""
+    if rules.rejection_low is None and rules.rejection_high is None:
+        return torch.zeros_like(tokens.mask)
+    mean = _exp(_trajectory_mean(tokens.prox - tokens.mu, tokens)).detach()
+    low = rules.rejection_low if rules.rejection_low is not None else 0.0
+    high = rules.rejection_high if rules.rejection_high is not None else float("inf")
+    return (mean < low) | (mean > high)
+
+
+def _decoupled(tokens: Tokens, rules: LossRules) -> Terms:
+    weight = _truncated_weight(tokens, rules)
+    ratio = _exp(tokens.theta - tokens.prox)
+    loss, removed = _clipped(tokens.advantage, ratio, rules.clip_low, rules.clip_high, rules.dual_clip)
+    return Terms(weight * loss, weight, removed)
+
+
+def _bypass(tokens: Tokens, rules: LossRules) -> Terms:
+    """prox := mu. Another weight would count staleness twice."""
+    ratio = _exp(tokens.theta - tokens.mu)
+    loss, removed = _clipped(tokens.advantage, ratio, rules.clip_low, rules.clip_high, rules.dual_clip)
+    return Terms(loss, ratio.detach(), removed)
+
+
+def _probability(tokens: Tokens, rules: LossRules) -> Terms:
+    ratio = _exp(tokens.theta - tokens.mu)
+    moved = (tokens.theta.exp() - tokens.mu.exp()).detach()
+    drop = rules.probability_drop
+    removed = ((tokens.advantage > 0) & (moved > drop)) | ((tokens.advantage < 0) & (moved < -drop))
+    gain = torch.where(removed, 0.0, -tokens.advantage * ratio)
+    square = rules.square_weight * (tokens.theta - tokens.mu) ** 2
+    return Terms(gain + square, ratio.detach(), removed)
+
+
+def _gspo(tokens: Tokens, rules: LossRules) -> Terms:
+    weight = _truncated_weight(tokens, rules)
+    ratio = _exp(_trajectory_mean(tokens.theta - tokens.prox, tokens))
+    loss, removed = _clipped(tokens.advantage, ratio, rules.gspo_clip_low, rules.gspo_clip_high, rules.dual_clip)
+    return Terms(weight * loss, weight, removed)
+
+
+def _cispo(tokens: Tokens, rules: LossRules) -> Terms:
+    weight = _truncated_weight(tokens, rules)
+    ratio = _exp(tokens.theta - tokens.prox).clamp(max=1 + rules.clip_high).detach()
+    return Terms(-weight * ratio * tokens.advantage * tokens.theta, weight, torch.zeros_like(tokens.mask))
+
+
+def _icepop(tokens: Tokens, rules: LossRules) -> Terms:
+    rho = _exp(tokens.prox - tokens.mu).detach()
+    inside = (rho >= rules.icepop_low) & (rho <= rules.importance_weight_max)
+    weight = torch.where(inside, rho, 0.0)
+    ratio = _exp(tokens.theta - tokens.prox)
+    loss, removed = _clipped(tokens.advantage, ratio, rules.clip_low, rules.clip_high, rules.dual_clip)
+    return Terms(weight * loss, weight, removed)
+
+
+MODES: dict[str, Callable[[Tokens, LossRules], Terms]] = {
+    "D": _decoupled,
+    "B": _bypass,
+    "P": _probability,
+    "GSPO": _gspo,
+    "CISPO": _cispo,
+    "ICEPOP": _icepop,
+}
+
+
+def _clipped(advantage: Tensor, ratio: Tensor, low: float, high: float, dual: float) -> tuple[Tensor, Tensor]:
+    """max(-A r, -A clip(r)), at most -dual A where A < 0; and where that took the gradient away."""
+    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+    loss = torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
+    above = (advantage > 0) & (ratio > 1 + high)
+    below = (advantage < 0) & (ratio < 1 - low)
+    bounded = (advantage < 0) & (ratio > dual)
+    return loss, (above | below | bounded).detach()
+
+
+def _truncated_weight(tokens: Tokens, rules: LossRules) -> Tensor:
+    return _exp(tokens.prox - tokens.mu).clamp(max=rules.importance_weight_max).detach()
+
+
+def _exp(logratio: Tensor) -> Tensor:
+    return logratio.clamp(-LOGRATIO_MAX, LOGRATIO_MAX).exp()
+
+
+def _trajectory_mean(values: Tensor, tokens: Tokens) -> Tensor:
+    """Mean over the sampled tokens of each token's trajectory, one entry a token."""
+    count = int(tokens.trajectory.max()) + 1 if tokens.trajectory.numel() else 0
+    sampled = tokens.mask.to(values.dtype)
+    sums = values.new_zeros(count).index_add(0, tokens.trajectory, values * sampled)
+    lengths = values.new_zeros(count).index_add(0, tokens.trajectory, sampled)
+    return (sums / lengths.clamp(min=1))[tokens.trajectory]
+
+
+@torch.no_grad()
+def _figures(tokens: Tokens, terms: Terms) -> LossFigures:
+    mask = tokens.mask
+    distance = (tokens.theta - tokens.mu).clamp(-LOGRATIO_MAX, LOGRATIO_MAX)[mask].double()
+    weight = terms.weight[mask].double()
+    return LossFigures(
+        tokens=float(mask.sum()),
+        removed=float((terms.removed & mask).sum()),
+        k3=float((distance.exp() - distance - 1).sum()),
+        weight=float(weight.sum()),
+        weight_squared=float((weight**2).sum()),
+    )

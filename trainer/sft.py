@@ -1,0 +1,109 @@
+"""The cold start: a teacher's turns are learned token by token, with Muon for hidden weights and AdamW for the rest."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from schemas.errors import BadInput
+from schemas.events import TrajectoryAssembled
+from trainer.batch import Episode, Refused, TrainingBatch, episode_of, training_batch
+from trainer.config import SftSettings
+from trainer.engines.protocol import Model, Progress
+from trainer.muon import Muon
+
+_TOKENS_MAX = 4096
+_PROGRESS_STEPS = 10
+_BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class SftFigures:
+    """What a cold start came to."""
+
+    loss_first: float
+    loss_last: float
+    "mean over the last tenth of the steps"
+    tokens: int
+    "sampled tokens learned from, repeats counted"
+
+
+def demonstrations_of(events: Sequence[TrajectoryAssembled], vocabulary_size: int) -> list[Episode]:
+    """What can be learned from, in an order that does not depend on arrival. Raises BadInput when nothing can."""
+    episodes: list[Episode] = []
+    reasons: list[str] = []
+    for event in sorted(events, key=lambda event: event.meta.trajectory_id or ""):
+        if event.ended_by in ("infra_error", "cancelled"):
+            continue
+        try:
+            episodes.append(episode_of(event, vocabulary_size, teacher=True))
+        except Refused as refusal:
+            reasons.append(str(refusal))
+    if not episodes:
+        raise BadInput(f"no demonstration can be learned from: {reasons[0] if reasons else 'none ended by itself'}")
+    return episodes
+
+
+def fine_tune(
+    model: Model, episodes: Sequence[Episode], settings: SftSettings, seed: int, progress: Progress
+) -> SftFigures:
+    """Changes the model's parameters in place. The same episodes and seed give the same weights."""
+    hidden = set(model.hidden_weights())
+    muon = Muon([model.parameters[name] for name in sorted(hidden)], settings.muon_momentum)
+    rest = [tensor for name, tensor in sorted(model.parameters.items()) if name not in hidden]
+    adamw = torch.optim.AdamW(rest, lr=settings.adamw_learning_rate, betas=_BETAS, weight_decay=0.0, fused=True)
+    losses: list[float] = []
+    tokens = 0
+    for step, chosen in enumerate(_draws(len(episodes), settings, seed)):
+        batch = training_batch([episodes[index] for index in chosen], _TOKENS_MAX)
+        losses.append(_gradients(model, batch))
+        torch.nn.utils.clip_grad_norm_(model.parameters.values(), settings.gradient_clip)
+        share = learning_rate_share(step, settings)
+        adamw.param_groups[0]["lr"] = settings.adamw_learning_rate * share
+        adamw.step()
+        muon.step(settings.muon_learning_rate * share)
+        tokens += batch.tokens_sampled
+        if step % _PROGRESS_STEPS == 0:
+            progress((step + 1) / settings.steps, losses[-1])
+    _release_gradients(model)
+    last = losses[-max(1, len(losses) // 10) :]
+    return SftFigures(losses[0], sum(last) / len(last), tokens)
+
+
+def learning_rate_share(step: int, settings: SftSettings) -> float:
+    """Linear warm-up, then a cosine down to the final share."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+    return settings.final_share + (1 - settings.final_share) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _draws(count: int, settings: SftSettings, seed: int) -> Iterator[list[int]]:
+    """Indices of each step's episodes: shuffled epochs laid end to end."""
+    generator = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    for _ in range(settings.steps):
+        while len(queue) < settings.batch:
+            queue += torch.randperm(count, generator=generator).tolist()
+        yield queue[: settings.batch]
+        queue = queue[settings.batch :]
+
+
+def _gradients(model: Model, batch: TrainingBatch) -> float:
+    """Leaves the gradient of the mean over the batch's sampled tokens in the parameters; returns that mean."""
+    _release_gradients(model)
+    total = 0.0
+    for micro in batch.micro_batches:
+        losses: Tensor = functional.cross_entropy(model.logits(micro), micro.targets, reduction="none")
+        loss = (losses * micro.share).sum()
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    return total
+
+
+def _release_gradients(model: Model) -> None:
+    for tensor in model.parameters.values():
+        tensor.grad = None

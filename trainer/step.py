@@ -1,0 +1,123 @@
+"""One batch of practice: inner optimizer steps over all micro-batches, and the figures that say how it went."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainer.batch import Episode, MicroBatch, TrainingBatch
+from trainer.config import GrpoSettings
+from trainer.engines.protocol import Model
+from trainer.loss import LossFigures, Tokens, policy_loss
+
+PASSED = 1.0
+"A reward of at least this is a pass."
+
+
+@dataclass
+class _Inner:
+    """What one inner step came to."""
+
+    loss: float = 0.0
+    figures: LossFigures = field(default_factory=LossFigures)
+    gradient_norm: float = 0.0
+    skipped: bool = False
+
+
+def take_step(
+    model: Model, optimizer: torch.optim.Optimizer, batch: TrainingBatch, settings: GrpoSettings, base_version: int
+) -> dict[str, float]:
+    """Changes the model's parameters in place; returns the figures. A gradient that is not finite changes nothing."""
+    prox: list[Tensor] = []
+    entropy = 0.0
+    inner_steps: list[_Inner] = []
+    for inner in range(settings.inner_steps):
+        optimizer.zero_grad(set_to_none=True)
+        taken = _Inner()
+        for index, micro in enumerate(batch.micro_batches):
+            logprobs = torch.log_softmax(model.logits(micro), -1)
+            theta = logprobs.gather(1, micro.targets[:, None]).squeeze(1)
+            if inner == 0:  # nothing has moved yet: the first pass gives the trainer's view at the start of the batch
+                prox.append(theta.detach())
+                entropy += _entropy_sum(logprobs.detach())
+            loss, figures = policy_loss(_loss_tokens(micro, theta, prox[index]), settings)
+            torch.autograd.backward(loss)
+            taken.loss += float(loss.detach())
+            taken.figures += figures
+        _apply(model, optimizer, settings.gradient_clip, taken)
+        inner_steps.append(taken)
+    optimizer.zero_grad(set_to_none=True)
+    return {
+        **_loss_metrics(inner_steps),
+        "entropy": entropy / max(1, batch.tokens_sampled),
+        **gap_metrics(batch.micro_batches, prox, base_version),
+        **batch_metrics(batch.episodes, base_version),
+        "tokens": float(batch.tokens),
+        "tokens_sampled": float(batch.tokens_sampled),
+        "tokens_computed": float(sum(len(micro.tokens) for micro in batch.micro_batches)),
+    }
+
+
+def batch_metrics(episodes: Sequence[Episode], base_version: int) -> dict[str, float]:
+    """Rewards and staleness of the trajectories."""
+    lags = [base_version - e.version_oldest for e in episodes if e.version_oldest is not None]
+    histogram = {f"staleness_{lag}": float(count) for lag, count in sorted(Counter(lags).items())}
+    return {
+        "reward_mean": _mean([episode.reward for episode in episodes]),
+        "pass_rate": _mean([float(episode.reward >= PASSED) for episode in episodes]),
+        "staleness_max": float(max(lags, default=0)),
+        "staleness_mean": _mean(lags),
+        **histogram,
+        "trajectories": float(len(episodes)),
+    }
+
+
+def gap_metrics(micros: Sequence[MicroBatch], prox: Sequence[Tensor], base_version: int) -> dict[str, float]:
+    """How far server and trainer are apart on tokens that these very weights sampled: rounding, or something is wrong."""
+    gaps = [
+        (micro.mu - own)[micro.version == base_version].abs().double() for micro, own in zip(micros, prox, strict=True)
+    ]
+    gap = torch.cat(gaps) if gaps else torch.zeros(0)
+    return {
+        "logprob_gap_mean": float(gap.mean()) if gap.numel() else 0.0,
+        "logprob_gap_max": float(gap.max()) if gap.numel() else 0.0,
+        "logprob_gap_tokens": float(gap.numel()),
+    }
+
+
+def _loss_tokens(micro: MicroBatch, theta: Tensor, prox: Tensor) -> Tokens:
+    mask = torch.ones_like(micro.targets, dtype=torch.bool)
+    return Tokens(theta, prox, micro.mu, micro.advantage, mask, micro.trajectory, micro.share)
+
+
+def _apply(model: Model, optimizer: torch.optim.Optimizer, gradient_clip: float, taken: _Inner) -> None:
+    taken.gradient_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters.values(), gradient_clip))
+    if math.isfinite(taken.gradient_norm):
+        optimizer.step()
+    else:
+        taken.skipped = True
+
+
+def _loss_metrics(inner_steps: Sequence[_Inner]) -> dict[str, float]:
+    """Means over the inner steps; the clip can act from the second on."""
+    figures = [taken.figures for taken in inner_steps]
+    return {
+        "loss": _mean([taken.loss for taken in inner_steps]),
+        "gradient_norm": _mean([taken.gradient_norm for taken in inner_steps]),
+        "k3": _mean([figure.k3_mean for figure in figures]),
+        "effective_sample_size": _mean([figure.effective_sample_size for figure in figures]),
+        "clip_share": _mean([figure.clip_share for figure in figures]),
+        "inner_steps": float(len(inner_steps)),
+        "inner_steps_skipped": float(sum(taken.skipped for taken in inner_steps)),
+    }
+
+
+def _entropy_sum(logprobs: Tensor) -> float:
+    return float(-(logprobs.exp() * logprobs).sum())
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
