@@ -248,7 +248,8 @@ class _Worker:
             try:
                 await self._until_stopped([intake_done, *slots], queue)
                 intake.stop_taking()
-                await self._drain(queue, intake_done)
+                if self._stop.is_set():  # a worker that has failed has nothing to wait for
+                    await self._drain(queue, intake_done)
             finally:
                 for slot in slots:
                     slot.cancel()

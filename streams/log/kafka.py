@@ -54,6 +54,7 @@ def _consumer_settings(bootstrap_servers: str, group: str) -> dict[str, Any]:
         "auto.offset.reset": "earliest",
         "isolation.level": "read_committed",
         "session.timeout.ms": 10_000,
+        "max.poll.interval.ms": 20 * 60 * 1000,  # a worker with its hands full takes nothing new until a rollout ends
         "fetch.wait.max.ms": 100,
         "queued.max.messages.kbytes": 32 * 1024,
     }
@@ -184,7 +185,7 @@ class KafkaLog:
         wanted = set(offsets)
         self._random_access.assign([TopicPartition(topic, partition, offsets[0])])
         while wanted:
-            messages = self._random_access.consume(offsets[-1] - offsets[0] + 1, _ASK_SECONDS)
+            messages = self._random_access.consume(min(len(wanted), _READ_AHEAD_OFFSETS), _ASK_SECONDS)
             if not messages:
                 raise LogUnavailable(f"{topic}/{partition} cannot be read at {min(wanted)}")
             for message in messages:
@@ -248,7 +249,9 @@ class KafkaReader:
     def poll_messages(self, messages_max: int, timeout_seconds: float) -> list[Message]:
         """What has arrived, not decoded."""
         try:
-            polled = self._consumer.consume(messages_max, timeout_seconds)
+            # `consume` alone would wait out the whole timeout unless messages_max arrive
+            first = self._consumer.poll(timeout_seconds)
+            polled = [] if first is None else [first, *self._consumer.consume(messages_max - 1, 0.0)]
         except KafkaException as failure:
             raise LogUnavailable(f"cannot read {', '.join(self._topics)}: {failure}") from failure
         messages: list[Message] = []
