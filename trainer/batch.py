@@ -231,11 +231,12 @@ def _distinct(inputs: Sequence[NDArray[numpy.int32]]) -> list[tuple[NDArray[nump
 
 def _bucketed(rows: Sequence[tuple[NDArray[numpy.int64], int]]) -> tuple[tuple[Tensor, ...], Tensor]:
     """Rows padded together with rows of similar length, and where each distinct token stands first."""
-    by_length = sorted(range(len(rows)), key=lambda index: len(rows[index][0]))
+    fresh = [index for index, (row, new_from) in enumerate(rows) if new_from < len(row)]  # a repeated row adds nothing
+    by_length = sorted(fresh, key=lambda index: len(rows[index][0]))
     first = numpy.zeros(sum(len(row) - new_from for row, new_from in rows), numpy.int64)
     buckets: list[Tensor] = []
     base = 0
-    for start in range(0, len(rows), _ROWS_PER_BUCKET):
+    for start in range(0, len(by_length), _ROWS_PER_BUCKET):
         members = by_length[start : start + _ROWS_PER_BUCKET]
         length = len(rows[members[-1]][0])
         padded = numpy.zeros((len(members), length), numpy.int64)

@@ -37,8 +37,6 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class SftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cold start on a teacher's trajectories. TOML section [trainer.sft]."""
 
-    demonstrations: int = 6000
-    "ended demonstrations to wait for; 0 = no cold start, practice begins with version 0"
     steps: int = 1500
     "optimizer steps"
     batch: int = 32

@@ -104,7 +104,7 @@ class _Session:
             batches = self.log.reader(["batches"], f"trainer-{self.run.run_id}")
             try:
                 version = self._started(transactor, batches)
-                if version == 0 and self.settings.sft.demonstrations > 0:
+                if version == 0 and self.run.job.demonstrations > 0:
                     version = self._cold_start(transactor, batches)
                 self._practise(version, transactor, batches)
             finally:
@@ -136,7 +136,7 @@ class _Session:
         return self._publish("sft", 0, 1, report, transactor, batches)
 
     def _practise(self, version: int, transactor: Transactor, batches: Reader) -> None:
-        first = first_version(self.settings)
+        first = self.run.job.first_version
         while True:
             if version - first >= self.run.job.steps:
                 self.pulse.detail = f"done: {self.run.job.steps} steps taken"
@@ -160,11 +160,11 @@ class _Session:
                     return batch
 
     def _is_next(self, batch: BatchCut, version: int) -> bool:
-        expected = first_version(self.settings) + batch.index
+        expected = self.run.job.first_version + batch.index
         if batch.base_version != expected:
             raise BatchOutOfOrder(
                 f"batch {batch.index} is cut for version {batch.base_version} where {expected} is due: "
-                "do [cut] first_version and [trainer.sft] demonstrations agree?"
+                "were [job] demonstrations changed in the middle of the run?"
             )
         if batch.base_version > version:
             raise BatchOutOfOrder(f"batch {batch.index} needs version {batch.base_version}, the newest is {version}")
@@ -238,7 +238,7 @@ class _Session:
 
         An attempt that ended by infra_error does not fill its place; a later attempt of the same trajectory does.
         """
-        wanted = self.settings.sft.demonstrations
+        wanted = self.run.job.demonstrations
         found: dict[str, TrajectoryAssembled] = {}
         reader = self.log.reader(["trajectories"])
         try:
@@ -265,7 +265,7 @@ class _Session:
 
     def _tell(self, version: int) -> None:
         self.pulse.gauge("version", version)
-        self.pulse.gauge("step", max(0, version - first_version(self.settings)))
+        self.pulse.gauge("step", max(0, version - self.run.job.first_version))
 
     def _pause(self, seconds: float) -> None:
         self.stop.wait(seconds)
@@ -274,11 +274,6 @@ class _Session:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             raise _Stopped
-
-
-def first_version(settings: TrainerSettings) -> int:
-    """The version that practice begins with: 1 after a cold start, 0 without one."""
-    return 1 if settings.sft.demonstrations > 0 else 0
 
 
 def _batch_metrics(batch: BatchCut) -> dict[str, float]:

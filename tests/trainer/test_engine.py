@@ -18,7 +18,7 @@ from trainer.engines.protocol import GrpoBatch
 from trainer.engines.torch_engine import TorchEngine
 from trainer.sft import learning_rate_share
 
-SETTINGS = TrainerSettings(sft=SftSettings(steps=20, batch=6, warmup_steps=5, demonstrations=60))
+SETTINGS = TrainerSettings(sft=SftSettings(steps=20, batch=6, warmup_steps=5))
 VERSION = 4
 
 
