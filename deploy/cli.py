@@ -158,10 +158,13 @@ def status(runs: Runs = RUNS) -> None:
         return
     resolved = load(folder)
     table = Table("part", "state", "process", "up", box=None, padding=(0, 2))
-    for part in attach(folder).states().values():
+    stack = attach(folder)
+    for part in stack.states().values():
         table.add_row(part.name, part.state.lower(), str(part.pid or ""), f"{part.since_seconds} s" if part.pid else "")
     _say(f"{folder.run_id}  {resolved.page_url}")
     console.print(table)
+    if (reason := stack.reason()) is not None:
+        _say(reason)
     overview = Page(resolved.page_url).overview()
     if overview is not None:
         _say(step_line(overview) if overview.steps else preparation_line(overview))
@@ -200,7 +203,7 @@ def sql(
 ) -> None:
     """Ask the traces of the running stack a question in SQL.
 
-    Example:  replayground sql "SELECT event, count() FROM events GROUP BY event ORDER BY 2 DESC"
+    Example:  replayground sql "SELECT type, count() FROM events GROUP BY type ORDER BY 2 DESC"
     """
     from deploy.local.folder import is_locked, latest_run_folder
     from deploy.page import Page
@@ -234,6 +237,7 @@ def serve(
 
     Example:  replayground serve rollouts --folder runs/latest --worker rollouts-2
     """
+    from deploy.local.guard import REASON_FILE
     from deploy.programs import PROGRAM_BY_NAME
     from deploy.resolve import load_file
 
@@ -242,7 +246,7 @@ def serve(
     resolved = load_file(folder / "run.json")
     from deploy.serve import serve as serve_program
 
-    raise typer.Exit(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program))
+    raise typer.Exit(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program, folder / REASON_FILE))
 
 
 def _say(text: str) -> None:

@@ -81,13 +81,15 @@ def parts() -> tuple[Part, ...]:
     """Everything, in the order it has to be made."""
     project = (ROOT / "pyproject.toml", ROOT / "deploy/vllm_cpu/pyproject.toml")
     local = ROOT / "deploy/local"
-    java = (local / "kafka/pom.xml", local / "registry/pom.xml", local / "kafka.py", local / "registry.py")
+    broker, registry = local / "kafka/pom.xml", local / "registry/pom.xml"
     return (
         _tools_part(),
         Part("Python environment", ENVIRONMENT / ".installed", (LOCK, *project), _make_environment),
-        Part("Kafka", CACHE / "kafka/.installed", java[:1], lambda: _fetch_jars("kafka", unpack=False)),
-        Part("schema registry", CACHE / "registry/.installed", java[1:2], lambda: _fetch_jars("registry", unpack=True)),
-        Part("fast start of Java", CACHE / "java/.installed", (LOCK, local / "java.py", *java), _warm_java),
+        Part("Kafka", CACHE / "kafka/.installed", (broker,), lambda: _fetch_jars("kafka", unpack=False)),
+        Part(
+            "schema registry", CACHE / "registry/.installed", (registry,), lambda: _fetch_jars("registry", unpack=True)
+        ),
+        Part("fast start of Java", CACHE / "java/.installed", (LOCK, broker, registry, local / "java.py"), _warm_java),
     )
 
 

@@ -52,7 +52,7 @@ class Finished(Struct, frozen=True, kw_only=True):
     """What is left of a run for people."""
 
     summary: dict[str, Any]
-    report_html: str
+    report: str
 
 
 class Page:
@@ -65,14 +65,15 @@ class Page:
         """None while nobody answers."""
         try:
             return msgspec.json.decode(self._ask("/api/overview", None, timeout_seconds=10.0), type=Overview)
-        except OSError:
+        except OSError as error:
+            _close(error)
             return None
 
     def finish(self) -> Finished:
         """The figures and the report of the run, when all of the log is in the store. Raises ReplaygroundError."""
         try:
             return msgspec.json.decode(self._ask("/api/finish", {}, timeout_seconds=300.0), type=Finished)
-        except OSError as error:
+        except OSError as error:  # which an HTTPError is too
             raise ReplaygroundError(f"the report could not be made: {_reason(error)}") from error
 
     def sql(self, statement: str) -> dict[str, Any]:
@@ -98,8 +99,15 @@ def _reason(error: OSError) -> str:
     if not isinstance(error, urllib.error.HTTPError):
         return str(error)
     text = error.read().decode(errors="replace")
+    _close(error)
     try:
         told = json.loads(text)
     except ValueError:
         return text.strip() or str(error)
     return str(told.get("error") or told.get("detail") or told) if isinstance(told, dict) else str(told)
+
+
+def _close(error: OSError) -> None:
+    """A refusal holds its connection open until it is closed."""
+    if isinstance(error, urllib.error.HTTPError):
+        error.close()

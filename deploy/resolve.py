@@ -43,7 +43,7 @@ class Resolved(Struct, frozen=True, kw_only=True):
     registry_url: str
     blobs_url: str
     ports: dict[str, int]
-    "by name: kafka, controller, registry, registry_management, vllm, traces"
+    "by the field that names each of them: local.kafka_port, vllm.port …"
     health_ports: dict[str, int]
     "of /healthz and /metrics, by program"
 
@@ -78,24 +78,22 @@ def local_settings(asked: Asked) -> LocalSettings:
 
 
 def choose_folder(runs: Path, asked: Asked, resume: bool | None) -> tuple[RunFolder, bool]:
-    """The folder of the newest unfinished run that was asked for alike, and True; or a new one, and False.
+    """The folder of the newest unfinished run that was asked for alike, and True; or that of a new one, and False.
 
-    With resume=True there must be such a run, with resume=False none is looked for. Raises BadInput.
+    With resume=True there must be such a run, with resume=False none is looked for. Nothing is made. Raises BadInput.
     """
     if resume is not False:
-        unfinished = [path for path in runs_newest_first(runs) if _is_unfinished(path)]
-        for path in unfinished:
-            folder = open_run_folder(path)
-            if load(folder).asked.is_same_run(asked):
+        for path in runs_newest_first(runs):
+            if _is_unfinished(path) and load(folder := open_run_folder(path)).asked.is_same_run(asked):
                 return folder, True
     if resume:
         raise BadInput(f"no unfinished run of {asked.source} with seed {asked.seed} in {runs}: start one with --new")
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(asked.source).stem}-seed{asked.seed}"
-    return create_run_folder(runs, name), False
+    return RunFolder(runs.absolute() / name), False
 
 
 def resolve(folder: RunFolder, asked: Asked) -> Resolved:
-    """Chooses ports, fills in addresses and folders, and writes run.json. Raises BadInput."""
+    """Chooses ports and fills in addresses and folders. Nothing is made. Raises BadInput."""
     local = local_settings(asked)
     ports = choose_ports(
         {
@@ -105,21 +103,28 @@ def resolve(folder: RunFolder, asked: Asked) -> Resolved:
             "local.registry_management_port": local.registry_management_port,
             "vllm.port": asked.raw.get("vllm", {}).get("port", 0),
             "traces.port": asked.raw.get("traces", {}).get("port", 0),
-            **{f"health port of {program.name}": 0 for program in PROGRAMS},
+            **{_health(program.name): 0 for program in PROGRAMS},
         }
     )
-    resolved = Resolved(
+    return Resolved(
         run_id=folder.run_id,
         asked=asked,
         config=parse_config(_filled(asked.raw, ports, folder), Path(asked.source)),
         bootstrap_servers=f"127.0.0.1:{ports['local.kafka_port']}",
         registry_url=f"http://127.0.0.1:{ports['local.registry_port']}/apis/ccompat/v7",
         blobs_url=folder.blobs_url,
-        ports={name.rpartition(".")[2]: port for name, port in ports.items() if not name.startswith("health")},
-        health_ports={program.name: ports[f"health port of {program.name}"] for program in PROGRAMS},
+        ports=ports,
+        health_ports={program.name: ports[_health(program.name)] for program in PROGRAMS},
     )
-    write_whole(folder.run_file, msgspec.json.format(msgspec.json.encode(resolved)).decode() + "\n")
-    return resolved
+
+
+def save(folder: RunFolder, resolved: Resolved, *, is_new: bool) -> None:
+    """Writes run.json, and makes the folder of a new run. Raises BadInput."""
+    text = msgspec.json.format(msgspec.json.encode(resolved)).decode() + "\n"
+    if is_new:
+        create_run_folder(folder, text)
+    else:
+        write_whole(folder.run_file, text)
 
 
 def load(folder: RunFolder) -> Resolved:
@@ -149,6 +154,10 @@ def _filled(raw: dict[str, Any], ports: dict[str, int], folder: RunFolder) -> di
     for section in ("vllm", "traces"):
         filled[section]["port"] = ports[f"{section}.port"]
     return filled
+
+
+def _health(program: str) -> str:
+    return f"health port of {program}"
 
 
 def _essence(raw: dict[str, Any]) -> dict[str, Any]:

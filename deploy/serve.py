@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,8 +39,12 @@ logger = structlog.get_logger()
 _HEARTBEAT_FLUSH_SECONDS = 5.0
 
 
-def serve(program: Program, resolved: Resolved, worker: str) -> int:
-    """Runs a program until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input."""
+def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) -> int:
+    """Runs a program until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input.
+
+    What is wrong with an input is also written to reason_file: starting again would not help, so whoever watches the
+    stack ends it.
+    """
     configure_logs(program.name)
     harness = Harness(program.name, resolved.run_of(worker), resolved.config.harness.stall_seconds)
     harness.stop_on_signals()
@@ -56,11 +61,19 @@ def serve(program: Program, resolved: Resolved, worker: str) -> int:
         logger.info("drained")
     except BadInput as error:
         print(error, file=sys.stderr, flush=True)
+        _tell(reason_file, str(error))
         return 2
     except Exception:  # the last line of defence: told with its traceback, and the supervisor starts us again
         logger.exception("crashed")
         return 1
     return 0
+
+
+def _tell(reason_file: Path, reason: str) -> None:
+    try:
+        reason_file.write_text(f"{reason}\n")
+    except OSError as error:  # on a folder that is only mounted for reading the log has to do
+        logger.warning("the reason could not be left for others", file=str(reason_file), error=str(error))
 
 
 def configure_logs(program: str) -> None:
@@ -156,7 +169,8 @@ class Harness:
 
     def _beat_until(self, ended: threading.Event, seconds: float) -> None:
         log = open_log(self.run)
-        while True:
+        is_last = False
+        while not is_last:
             is_last = ended.wait(seconds)
             figures = self.figures()
             self._notice_stall(figures)
@@ -166,9 +180,9 @@ class Harness:
             except LogUnavailable as error:
                 # the program meets the same broker and decides for itself; a missed beat is no reason to end
                 logger.warning("heartbeat missed", reason=str(error))
+                log.codec.close()
                 log = open_log(self.run)
-            if is_last:
-                return
+        log.codec.close()  # everything was flushed, or was told to be missed
 
     def _notice_stall(self, figures: dict[str, float]) -> None:
         stalled = self._watch.is_stalled(figures, time.monotonic())

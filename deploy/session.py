@@ -21,7 +21,7 @@ from deploy.local.stack import Member, Plan, RunningStack, StackFailed
 from deploy.local.supervisor import ProgramState, Supervised
 from deploy.page import Overview, Page
 from deploy.programs import PROGRAMS, Program
-from deploy.resolve import Asked, Resolved, choose_folder, resolve
+from deploy.resolve import Asked, Resolved, choose_folder, resolve, save
 
 _LOOK_SECONDS = 1.0
 
@@ -39,6 +39,7 @@ def open_run(runs: Path, asked: Asked, resume: bool | None) -> OpenRun:
     """The folder of the run and the addresses of this start. The lock must be held. Raises BadInput."""
     folder, is_resumed = choose_folder(runs, asked, resume)
     resolved = resolve(folder, asked)
+    save(folder, resolved, is_new=not is_resumed)
     point_latest_at(folder)
     return OpenRun(folder, resolved, is_resumed)
 
@@ -49,11 +50,13 @@ def plan_of(opened: OpenRun) -> Plan:
     ports = resolved.ports
     return Plan(
         folder=folder,
-        broker=Broker(folder.path, ports["kafka_port"], ports["controller_port"], local.kafka_heap_mebibytes),
+        broker=Broker(
+            folder.path, ports["local.kafka_port"], ports["local.controller_port"], local.kafka_heap_mebibytes
+        ),
         registry=SchemaRegistry(
             resolved.bootstrap_servers,
-            ports["registry_port"],
-            ports["registry_management_port"],
+            ports["local.registry_port"],
+            ports["local.registry_management_port"],
             local.registry_heap_mebibytes,
         ),
         members=[_member(program, resolved) for program in PROGRAMS if program.name in local.programs],
@@ -116,7 +119,7 @@ def follow(stack: RunningStack, opened: OpenRun, view: View) -> None:
 def conclude(folder: RunFolder, resolved: Resolved) -> dict[str, object]:
     """Writes report.html and then summary.json, whose presence says that the run has finished; returns the latter."""
     finished = Page(resolved.page_url).finish()
-    write_whole(folder.report, finished.report_html)
+    write_whole(folder.report, finished.report)
     write_whole(folder.summary, msgspec.json.format(msgspec.json.encode(finished.summary)).decode() + "\n")
     return finished.summary
 
@@ -132,7 +135,7 @@ def closing_text(folder: RunFolder, summary: dict[str, object]) -> str:
         f"  {shown}/summary.json   every figure\n\n"
         "What to try next\n"
         '  make run ARGS="--seed 1 --exit"                     the same job from another seed\n'
-        '  replayground sql "SELECT event, count() FROM events GROUP BY event"   while the stack is up: ask the traces\n'
+        '  replayground sql "SELECT type, count() FROM events GROUP BY type"   while the stack is up: ask the traces\n'
         "  cp deploy/config/stockroom.toml my.toml             change the job, then: replayground run my.toml\n"
         "  examples/                                           a task set, a tool and a scorer of one's own"
     )

@@ -150,6 +150,16 @@ SELECT role, max(greatest(load['memory_bytes_peak'], load['memory_bytes'])) AS p
 WHERE run_id = {run:String} GROUP BY role ORDER BY role
 """
 
+# The cold start has no session: it lasts from the last demonstration to the step that ends it.
+PHASES = """
+SELECT assumeNotNull(session_id) AS phase, min(timestamp) AS first, max(timestamp) AS last FROM events
+WHERE run_id = {run:String} AND session_id IS NOT NULL AND type IN ('RolloutStarted', 'RewardAssigned') GROUP BY phase
+UNION ALL
+SELECT 'cold start' AS phase, maxIf(timestamp, session_id = 'demonstrations') AS first,
+       maxIf(timestamp, type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'sft') AS last FROM events
+WHERE run_id = {run:String} AND type IN ('RewardAssigned', 'StepTaken') HAVING first > 0 AND last > first
+"""
+
 # --- transcripts
 
 # The join is by id and not by time: a reward names the trajectory it judged by trajectory and attempt.

@@ -26,13 +26,14 @@ def report(store: Store, run: Run, figures: Summary, now: int) -> str:
     view = overview(answers, run, {}, now)
     steps = grpo_steps(answers, run.run_id)
     refusals = store.ask(queries.REFUSALS, {"run": run.run_id}).dicts()
+    stages = _phases(store, run.run_id) + "<h3>Of the trainer's steps</h3>" + _stages(steps)
     good, failed = _examples(store, run.run_id, view.heldout_pass_at_1)
     parts = [
         _heading(run, figures, now),
         _tiles(figures),
         _card("What it learned", _learning(steps, view.heldout_pass_at_1)),
         _card("Held-out evaluations", _evaluations(view.heldout_pass_at_1)),
-        f'<div class="two">{_card("Staleness", _staleness(steps))}{_card("Seconds by stage", _stages(steps))}</div>',
+        f'<div class="two">{_card("Staleness", _staleness(steps))}{_card("Seconds by stage", stages)}</div>',
         f'<div class="two">{_example("One that passed", good)}{_example("One that failed", failed)}</div>',
         _card("Weights", _weights(figures, view, refusals)),
         _card("All figures", _table(figures)),
@@ -41,8 +42,11 @@ def report(store: Store, run: Run, figures: Summary, now: int) -> str:
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
     # a policy that forbids scripts: what an agent wrote stays text even if an escape were forgotten
     policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-    body = "\n".join(parts)
-    return f"<!doctype html><html lang=en><head>{head}{policy}<style>{_STYLE}</style></head><body><main>{body}</main></body></html>"
+    main = "\n".join(parts)
+    return (
+        f"<!doctype html><html lang=en><head>{head}{policy}<style>{_STYLE}</style></head>"
+        f"<body><main>{main}</main></body></html>"
+    )
 
 
 def _examples(
@@ -106,6 +110,15 @@ def _staleness(steps: Sequence[Step]) -> str:
     mean = [(float(step.version), step.metrics["staleness_mean"]) for step in steps if "staleness_mean" in step.metrics]
     lines = [svg.Line("oldest in the batch", points, _AMBER), svg.Line("mean", mean, _GREY)]
     return svg.line_chart("Age in versions of what was trained on", lines, x_label="weight version")
+
+
+def _phases(store: Store, run_id: str) -> str:
+    """What the run's time went to. Evaluations and training take turns or overlap, so the sum may exceed the whole."""
+    seconds: dict[str, float] = {}
+    for name, first, last in store.ask(queries.PHASES, {"run": run_id}).rows:
+        phase = "evaluations" if name.startswith("eval") else name
+        seconds[phase] = seconds.get(phase, 0.0) + (last - first) / 1e6
+    return svg.bars("Seconds of the run by phase", list(seconds.items()), "s", _GREEN)
 
 
 def _stages(steps: Sequence[Step]) -> str:
@@ -188,7 +201,7 @@ _STYLE = """
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 main{max-width:1080px;margin:0 auto;padding:24px 16px 64px}
 h1{font-size:28px;margin:8px 0 0;letter-spacing:-.02em}header p{margin:2px 0 20px;color:var(--soft);overflow-wrap:anywhere}
-h2{font-size:17px;margin:0 0 12px}
+h2{font-size:17px;margin:0 0 12px}h3{font-size:14px;font-weight:500;color:var(--soft);margin:14px 0 6px}
 .card{background:#fff;border:1px solid var(--line);border-radius:12px;padding:18px;margin:0 0 16px;min-width:0}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin-bottom:16px}
 .tiles div{background:#fff;border:1px solid var(--line);border-radius:12px;padding:14px 16px}

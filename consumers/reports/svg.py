@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 _WIDTH, _HEIGHT = 640, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 14, 42
 
 Point = tuple[float, float]
 
@@ -80,9 +80,9 @@ class _Frame:
         for x_value in self._x_ticks():
             x, _ = self.place((x_value, 0))
             parts.append(
-                f'<text x="{x}" y="{_HEIGHT - 14}" text-anchor="middle" class="tick">{_number(x_value)}</text>'
+                f'<text x="{x}" y="{_HEIGHT - 24}" text-anchor="middle" class="tick">{_number(x_value)}</text>'
             )
-        label = f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 1}" text-anchor="end" class="tick">{escape(x_label)}</text>'
+        label = f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end" class="tick">{escape(x_label)}</text>'
         return "".join(parts) + label
 
     def _x_ticks(self) -> list[float]:

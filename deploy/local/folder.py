@@ -70,19 +70,18 @@ class RunFolder:
         return self.summary.exists()
 
 
-def create_run_folder(runs: Path, run_id: str) -> RunFolder:
-    """A new folder, whole with its version."""
-    folder = RunFolder(runs.absolute() / run_id)
+def create_run_folder(folder: RunFolder, run_file: str) -> None:
+    """Makes the folder of a new run. The version is written last: a folder without one was never begun."""
     try:
         folder.path.mkdir(parents=True)
         for name in ("blobs", "logs", "state", "traces"):
             (folder.path / name).mkdir()
-        (folder.path / "version").write_text(VERSION + "\n")
+        write_whole(folder.run_file, run_file)
+        write_whole(folder.path / "version", VERSION + "\n")
     except FileExistsError as error:
         raise BadInput(f"{folder.path} exists already: choose another place or name") from error
     except OSError as error:
         raise BadInput(f"{folder.path} cannot be made ({error.strerror}): choose another folder with --runs") from error
-    return folder
 
 
 def open_run_folder(path: Path) -> RunFolder:

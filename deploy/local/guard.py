@@ -21,13 +21,13 @@ MARK = "REPLAYGROUND_FOLDER"
 "the variable by which the processes of a stack are known"
 PID_FILE = "guard.pid"
 REASON_FILE = "stopped_because"
+"in the data folder: why the run cannot go on, in one line; written by the guard, or by a program about bad input"
 _DISK_SECONDS = 3.0
 _SWEEP_SECONDS_MAX = 10.0
 
 
 def main(arguments: list[str]) -> int:
     folder, disk_free_bytes_min, command = Path(arguments[0]), int(arguments[1]), arguments[2:]
-    (folder / REASON_FILE).unlink(missing_ok=True)
     (folder / PID_FILE).write_text(str(os.getpid()))
     supervisor = subprocess.Popen(command, cwd=folder, env=os.environ | {MARK: str(folder)}, stdin=subprocess.DEVNULL)
 

@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -123,13 +123,20 @@ class RunningStack:
     def require_healthy(self) -> None:
         """Raises BadInput or StackFailed when the stack or a part of it has ended for good."""
         states = self.states()
+        has_ended = not states and not self.is_alive()
+        reason = self.reason()  # asked last: it is written before anything ends
+        if reason is not None:
+            raise BadInput(reason)
+        if has_ended:
+            raise StackFailed(f"the stack has ended: {self._told('guard')}")
         for state in states.values():
-            if state.exit_code == 2 and state.state in ("BACKOFF", "EXITED", "FATAL"):
-                raise BadInput(self.last_line(state.name))
             if state.state == "FATAL":
                 raise StackFailed(f"{state.name} does not start: {self._told(state.name)}")
-        if not states and not self.is_alive():
-            raise self._ended()
+
+    def reason(self) -> str | None:
+        """Why the run cannot go on, when a program or the guard said so: bad input, or a full disk."""
+        file = self.folder.path / guard.REASON_FILE
+        return file.read_text().strip() if file.exists() else None
 
     def last_line(self, name: str) -> str:
         """The last line that a program printed."""
@@ -191,18 +198,12 @@ class RunningStack:
             return None
         return process if alive else None
 
-    def _ended(self) -> ReplaygroundError:
-        reason = self.folder.path / guard.REASON_FILE
-        if reason.exists():
-            return BadInput(reason.read_text())
-        return StackFailed(f"the stack has ended: {self._told('guard')}")
-
     def _told(self, name: str) -> str:
         return f"{self.last_line(name)} (all of it: {self.folder.logs / name}.log)"
 
 
 def start(plan: Plan, progress: Progress, *, lock: int, foreground: bool) -> RunningStack:
-    """Starts a stack and returns when every part is healthy. The caller stops it, also when this raises.
+    """Starts a stack and returns when every part is healthy. The caller stops it; when this raises, it is stopped already.
 
     `lock` is the descriptor of deploy.local.folder.locked, kept open by the guard. In the foreground the stack drains
     when the calling thread dies, however it dies; so call it from the main thread. Raises BadInput, StackFailed.
@@ -212,7 +213,7 @@ def start(plan: Plan, progress: Progress, *, lock: int, foreground: bool) -> Run
     kafka.prepare(plan.broker)
     _write_config(plan)
     waves = {member.supervised.name: member.stop_wave for member in plan.members}
-    stack = RunningStack(plan.folder, waves, _spawn_guard(plan, lock, foreground))
+    stack = RunningStack(plan.folder, waves, spawn_guard(plan, lock, foreground))
     try:
         _start_parts(plan, stack, progress)
     except BaseException:
@@ -225,8 +226,7 @@ def _start_parts(plan: Plan, stack: RunningStack, progress: Progress) -> None:
     _wait(stack, "the supervisor", plan.folder.control_socket.exists)
     progress.begin("schema registry")
     _wait(stack, "Kafka", lambda: is_listening(plan.broker.port))
-    log = _log(plan.addresses)
-    _wait(stack, "Kafka", lambda: _available(log.make_topics))
+    _wait(stack, "Kafka", lambda: _available(lambda: _make_topics(plan.addresses)))
     progress.end("Kafka")
     _wait(stack, "the schema registry", lambda: _answers(f"{plan.registry.url}/subjects"))
     _wait(stack, "the schema registry", lambda: _available(lambda: _register_schemas(plan.addresses)))
@@ -273,19 +273,24 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5.0) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+    except urllib.error.HTTPError as refusal:
+        refusal.close()  # it holds its connection open otherwise
+        return False
+    except OSError:
         return False
 
 
-def _log(addresses: Addresses) -> KafkaLog:
+def _make_topics(addresses: Addresses) -> None:
     codec = Codec(ConfluentRegistry(addresses.registry_url), Blobs(addresses.blobs_url))
-    return KafkaLog(addresses.bootstrap_servers, codec)
+    with closing(KafkaLog(addresses.bootstrap_servers, codec)) as log:
+        log.make_topics()
 
 
 def _register_schemas(addresses: Addresses) -> None:
     confluent = ConfluentRegistry(addresses.registry_url)
-    confluent.require_compatibility()
-    Codec(confluent, Blobs(addresses.blobs_url)).register_all()
+    with closing(Codec(confluent, Blobs(addresses.blobs_url))) as codec:
+        confluent.require_compatibility()
+        codec.register_all()
 
 
 def _write_config(plan: Plan) -> None:
@@ -294,18 +299,19 @@ def _write_config(plan: Plan) -> None:
         Supervised(REGISTRY, registry.command(plan.registry), starts_at_once=True, stop_seconds_max=10),
     ]
     programs = [*infrastructure, *(member.supervised for member in plan.members)]
-    text = render(plan.folder.control_socket, plan.folder.logs, programs, as_root=os.geteuid() == 0)
+    text = render(plan.folder.control_socket, programs, as_root=os.geteuid() == 0)
     plan.folder.control_socket.unlink(missing_ok=True)  # left by a stack that was killed
     (plan.folder.path / _CONFIG_FILE).write_text(text)
 
 
-def _spawn_guard(plan: Plan, lock: int, foreground: bool) -> "subprocess.Popen[bytes]":
+def spawn_guard(plan: Plan, lock: int, foreground: bool) -> "subprocess.Popen[bytes]":
     folder = plan.folder.path
     wrap = ["setpriv", "--pdeathsig", "TERM", "--"]
     supervisor = [*wrap, sys.executable, "-m", "supervisor.supervisord", "-c", _CONFIG_FILE]
     # isolated and without site packages: it starts at once and weighs little
     command = [sys.executable, "-I", "-S", guard.__file__, str(folder), str(plan.disk_free_bytes_min), *supervisor]
-    (folder / guard.PID_FILE).unlink(missing_ok=True)
+    for left_behind in (guard.PID_FILE, guard.REASON_FILE):
+        (folder / left_behind).unlink(missing_ok=True)
     with (plan.folder.logs / "guard.log").open("wb") as output:
         return subprocess.Popen(
             [*wrap, *command] if foreground else command,
@@ -334,7 +340,8 @@ def local_log(folder: Path, heap_mebibytes: int = 384) -> Iterator[Addresses]:
 
     For tests and benchmarks. Call it from the main thread.
     """
-    run_folder = create_run_folder(folder, "local-log")
+    run_folder = RunFolder(folder.absolute() / "local-log")
+    create_run_folder(run_folder, "{}\n")
     ports = choose_ports(dict.fromkeys(("kafka", "controller", "registry", "management"), 0))
     broker = Broker(run_folder.path, ports["kafka"], ports["controller"], heap_mebibytes)
     schema_registry = SchemaRegistry(broker.bootstrap_servers, ports["registry"], ports["management"])

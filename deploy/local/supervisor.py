@@ -28,7 +28,9 @@ class Supervised:
     starts_at_once: bool = False
     "otherwise it waits for Control.start"
     settled_seconds: int = 5
-    "ending before this counts as a failed start: tried again some times, then given up"
+    "ending before this counts as a failed start"
+    start_retries: int = 5
+    "failed starts in a row, each tried again a second later than the one before, until it is given up"
     stop_seconds_max: int = 30
     "time to drain; after that it is killed"
 
@@ -49,36 +51,35 @@ class ProgramState:
         return self.state in ("STOPPED", "EXITED", "FATAL")
 
 
-def render(socket: Path, logs: Path, programs: Iterable[Supervised], *, as_root: bool) -> str:
-    """The settings file. It names no environment: programs inherit the supervisor's."""
+def render(socket: Path, programs: Iterable[Supervised], *, as_root: bool) -> str:
+    """The settings file. Paths are relative to the data folder, which supervisord is started in: names of folders with
+    a percent sign would be expanded, in some fields twice. Programs inherit supervisord's environment and folder."""
     sections = [
         f"[unix_http_server]\nfile={_value(str(socket))}\nchmod=0700\n",
-        "[supervisord]\nnodaemon=true\nsilent=true\n"
-        + f"logfile={_value(str(logs / 'supervisor.log'))}\nlogfile_maxbytes={_LOG_BYTES_MAX}\nlogfile_backups=1\n"
-        + f"pidfile={_value(str(logs.parent / 'supervisor.pid'))}\nchildlogdir={_value(str(logs))}\n"
+        "[supervisord]\nnodaemon=true\nsilent=true\npidfile=supervisor.pid\nchildlogdir=logs\n"
+        + f"logfile=logs/supervisor.log\nlogfile_maxbytes={_LOG_BYTES_MAX}\nlogfile_backups=1\n"
         + ("user=root\n" if as_root else ""),  # without it, supervisord warns a root user at every start
         "[rpcinterface:supervisor]\nsupervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface\n",
     ]
-    sections += [_section(program, logs, priority) for priority, program in enumerate(programs, 1)]
+    sections += [_section(program, priority) for priority, program in enumerate(programs, 1)]
     return "\n".join(sections)
 
 
-def _section(program: Supervised, logs: Path, priority: int) -> str:
+def _section(program: Supervised, priority: int) -> str:
     """Programs are stopped in the reverse of the order they are named in."""
     wrapped = ["setpriv", "--pdeathsig", "KILL", "--", *program.command]
     settings = {
         "command": _value(shlex.join(wrapped)),
-        "directory": _value(str(logs.parent)),
         "priority": priority,
         "autostart": str(program.starts_at_once).lower(),
         "autorestart": "true",
         "startsecs": program.settled_seconds,
-        "startretries": 5,
+        "startretries": program.start_retries,
         "stopsignal": "TERM",
         "stopwaitsecs": program.stop_seconds_max,
         "killasgroup": "true",
         "redirect_stderr": "true",
-        "stdout_logfile": _value(str(logs / f"{program.name}.log")),
+        "stdout_logfile": f"logs/{program.name}.log",
         "stdout_logfile_maxbytes": _LOG_BYTES_MAX,
         "stdout_logfile_backups": _LOG_BACKUPS,
     }

@@ -1,19 +1,23 @@
-"""A real vLLM for the tests that need one, started once."""
+"""A real vLLM for the tests that need one, started once; a real chDB; a log in memory."""
 
 import socket
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from consumers import vllm_server
+from consumers.clickhouse.store import Store
 from consumers.config import VllmSettings
 from consumers.vllm_admin import VllmAdmin
 from consumers.weights_files import WeightsFolder
 from schemas.blobs import Blobs
+from schemas.codec import Codec
 from schemas.metrics import Pulse
-from tests.consumers.tiny_llama import published
+from schemas.registry import MemoryRegistry
+from streams.log.memory import MemoryLog
 
 
 def free_port() -> int:
@@ -30,6 +34,8 @@ def vllm_blobs(tmp_path_factory: pytest.TempPathFactory) -> Blobs:
 @pytest.fixture(scope="session")
 def vllm_url(vllm_blobs: Blobs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a vLLM server on version 0 of the tiny Llama, paused as it starts."""
+    from tests.consumers.tiny_llama import published  # torch is imported only where it is needed
+
     settings = VllmSettings(port=free_port(), sequences_max=16)
     folder: Path = tmp_path_factory.mktemp("vllm")
     model = WeightsFolder(folder, vllm_blobs).unpack(published("start", 0, vllm_blobs))
@@ -55,3 +61,21 @@ def vllm_url(vllm_blobs: Blobs, tmp_path_factory: pytest.TempPathFactory) -> Ite
         admin.close()
         stop.set()
         thread.join()
+
+
+@pytest.fixture(scope="session")
+def chdb_dsn(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """chDB takes one folder per process: tests share it and have a database each."""
+    return f"chdb://{tmp_path_factory.mktemp('chdb')}"
+
+
+@pytest.fixture
+def store(chdb_dsn: str) -> Iterator[Store]:
+    opened = Store(chdb_dsn, f"test_{uuid.uuid4().hex}", threads=1)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def memory_log(tmp_path: Path) -> MemoryLog:
+    return MemoryLog(Codec(MemoryRegistry(), Blobs(f"file://{tmp_path}/blobs")))

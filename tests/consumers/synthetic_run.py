@@ -4,6 +4,8 @@ import json
 import random
 from collections.abc import Iterator
 
+import msgspec
+
 from schemas.events import (
     Address,
     BatchCut,
@@ -61,6 +63,15 @@ def run_of(steps: int, demonstrations: int, blobs_url: str = "file:///tmp/none",
     )
 
 
+class Ids(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a message belongs."""
+
+    task_id: str | None = None
+    group_id: str | None = None
+    trajectory_id: str | None = None
+    attempt_id: str | None = None
+
+
 class SyntheticRun:
     """Writes the events of a run in the order of the flow; time moves on by itself."""
 
@@ -70,6 +81,7 @@ class SyntheticRun:
         self._evaluation_tasks = evaluation_tasks
         self._chance = random.Random(seed)
         self._numbers = 0
+        self._rollouts = 0
         self._offset = 0
 
     def events(self) -> Iterator[Event]:
@@ -117,25 +129,26 @@ class SyntheticRun:
     ) -> tuple[list[Event], GroupMember]:
         """One task played: everything from its request to its reward."""
         passed = self._chance.random() < chance
-        hostile = self._chance.random() < 0.1
+        self._rollouts += 1
+        hostile = self._rollouts % 5 == 0
         infra_error = self._chance.random() < 0.02
-        ids = {
-            "task_id": self._id("task"),
-            "group_id": group_id or self._id("group"),
-            "trajectory_id": self._id("trajectory"),
-        }
+        ids = Ids(
+            task_id=self._id("task"), group_id=group_id or self._id("group"), trajectory_id=self._id("trajectory")
+        )
         task, answer = self._task(session, hostile), "4544" if passed else "1"
         attempts = [("infra_error", answer)] if infra_error else []
         attempts.append(("answered", answer))
         events: list[Event] = []
         if index == 0:
             events.append(
-                TaskSubmitted(meta=self._meta("tasks", "task", session, purpose, **ids), task=task, sampling=SAMPLING)
+                TaskSubmitted(meta=self._meta("tasks", "task", session, purpose, ids=ids), task=task, sampling=SAMPLING)
             )
         member: GroupMember | None = None
         for retry, (ended_by, said) in enumerate(attempts):
             attempt_id = self._id("attempt")
-            played, member = self._attempt(session, purpose, version, task, ids, attempt_id, ended_by, said, index, retry)
+            played, member = self._attempt(
+                session, purpose, version, task, ids, attempt_id, ended_by, said, index, retry
+            )
             events += played
         assert member is not None
         return events, member
@@ -146,7 +159,7 @@ class SyntheticRun:
         purpose: Purpose,
         version: int,
         task: Task,
-        ids: dict[str, str],
+        ids: Ids,
         attempt_id: str,
         ended_by: str,
         answer: str,
@@ -158,8 +171,8 @@ class SyntheticRun:
         seq = iter(range(100))
 
         def meta(topic: str, category: str, numbered: bool = True) -> Meta:
-            place = {**ids, "attempt_id": attempt_id}
-            return self._meta(topic, category, session, purpose, version, next(seq) if numbered else None, **place)
+            place = msgspec.structs.replace(ids, attempt_id=attempt_id)
+            return self._meta(topic, category, session, purpose, version, next(seq) if numbered else None, ids=place)
 
         def turn(text: str) -> TurnGenerated:
             count = len(text.split()) + 8
@@ -178,7 +191,7 @@ class SyntheticRun:
 
         call = json.dumps({"name": "python", "arguments": {"code": "503*9+17"}})
         requested = RolloutRequested(
-            meta=self._meta("rollouts", "request", session, purpose, **ids),
+            meta=self._meta("rollouts", "request", session, purpose, ids=ids),
             task=task,
             index=index,
             seed=1,
@@ -265,7 +278,7 @@ class SyntheticRun:
         reward = self._reward(meta("rewards", "reward", numbered=False), trajectory)
         member = GroupMember(
             index=index,
-            trajectory_id=ids["trajectory_id"],
+            trajectory_id=ids.trajectory_id or "",
             attempt_id=attempt_id,
             trajectory=reward.trajectory,
             reward=reward.score,
@@ -301,7 +314,7 @@ class SyntheticRun:
     def _group(self, group_id: str, members: list[GroupMember]) -> GroupCompleted:
         rewards = [member.reward for member in members]
         return GroupCompleted(
-            meta=self._meta("groups", "group", "train", "train", group_id=group_id),
+            meta=self._meta("groups", "group", "train", "train", ids=Ids(group_id=group_id)),
             scorer_set="exact_match@1",
             members=members,
             reward_mean=sum(rewards) / len(rewards),
@@ -378,7 +391,10 @@ class SyntheticRun:
     def _heartbeats(self, step: int, version: int) -> Iterator[Event]:
         for role, figures in (
             ("rollouts", {"running": 32.0, "busy_seconds": 9.0 * step, "memory_bytes_peak": 2e8, "memory_bytes": 1e8}),
-            ("trainer", {"progress": 1.0, "busy_seconds": 1.0 * step, "memory_bytes_peak": 9e8, "version": float(version)}),
+            (
+                "trainer",
+                {"progress": 1.0, "busy_seconds": 1.0 * step, "memory_bytes_peak": 9e8, "version": float(version)},
+            ),
             ("vllm", {"memory_bytes_peak": 3e9, "version": float(version)}),
         ):
             meta = self._meta("control", "heartbeat", sender=f"{role}-0")
@@ -425,7 +441,7 @@ class SyntheticRun:
         version: int | None = None,
         seq: int | None = None,
         sender: str = "test",
-        **ids: str,
+        ids: Ids | None = None,
     ) -> Meta:
         self.now += 10_000
         return Meta(
@@ -439,7 +455,10 @@ class SyntheticRun:
             purpose=purpose,
             policy_version=version,
             seq=seq,
-            **ids,
+            task_id=ids.task_id if ids else None,
+            group_id=ids.group_id if ids else None,
+            trajectory_id=ids.trajectory_id if ids else None,
+            attempt_id=ids.attempt_id if ids else None,
         )
 
     def _id(self, kind: str) -> str:

@@ -18,7 +18,7 @@ VOCABULARY = 128
 def published(run_id: str, version: int, blobs: Blobs) -> WeightsPublished:
     """Random weights drawn from the version as seed, written as blobs."""
     torch.manual_seed(version)
-    model = LlamaForCausalLM(_config()).float().eval()
+    model = LlamaForCausalLM(_config()).float().eval()  # type: ignore[no-untyped-call]
     tokens = [random.Random(version).randrange(VOCABULARY) for _ in range(24)]
     return WeightsPublished(
         meta=Meta(

@@ -1,0 +1,125 @@
+"""The log into a real chDB: nothing twice, nothing missing, whatever happens between insert and commit."""
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from consumers.clickhouse.rows import event_row
+from consumers.clickhouse.store import Store
+from consumers.config import TracesSettings
+from consumers.events_to_clickhouse import TraceWriter
+from consumers.reports.summary import counted
+from schemas.errors import BadInput
+from schemas.events import Address, Event
+from schemas.metrics import Pulse
+from schemas.topics import TOPICS
+from streams.log.memory import MemoryLog
+from tests.consumers.synthetic_run import SyntheticRun, run_of
+
+RUN = run_of(steps=2, demonstrations=4)
+SETTINGS = TracesSettings(flush_seconds=0.1, batch_rows_max=50)
+NAMES = [topic.name for topic in TOPICS]
+
+
+def events() -> list[Event]:
+    return list(SyntheticRun(RUN, evaluation_tasks=3).events())
+
+
+def write_all(log: MemoryLog, store: Store) -> None:
+    """Runs the writer until it has caught up, then stops it."""
+    writer, stop = TraceWriter(log, store, RUN, SETTINGS, Pulse()), threading.Event()
+    failures: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            writer.write_until(stop)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        while thread.is_alive() and not writer.await_caught_up(1.0):
+            pass
+    finally:
+        stop.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_the_store_equals_the_log(memory_log: MemoryLog, store: Store) -> None:
+    written = events()
+    for event in written:
+        memory_log.append(event)
+    memory_log.append_bytes("tasks", b"key", b"no event at all")
+    write_all(memory_log, store)
+    assert counted(store, memory_log) == (len(written) + 1, len(written) + 1)
+    assert store.ask("SELECT count() FROM events WHERE type = 'undecodable'").rows == [(1,)]
+    ids = {row[0] for row in store.ask("SELECT id FROM events WHERE type != 'undecodable'").rows}
+    assert ids == {event.meta.id for event in written}
+
+
+def test_what_was_inserted_but_not_committed_is_passed_over(memory_log: MemoryLog, store: Store) -> None:
+    written = events()
+    for event in written[: len(written) // 2]:
+        memory_log.append(event)
+    reader = memory_log.reader(NAMES, group="traces-run-1")
+    TraceWriter(memory_log, store, RUN, SETTINGS, Pulse()).insert(reader.poll(1000, 0))  # and no commit
+    for event in written[len(written) // 2 :]:
+        memory_log.append(event)
+    write_all(memory_log, store)
+    assert counted(store, memory_log) == (len(written), len(written))
+
+
+def test_the_same_batch_inserted_again_adds_nothing(store: Store) -> None:
+    rows = [event_row(Address(event.meta.topic, 0, n), event) for n, event in enumerate(events())]
+    store.insert(rows)
+    store.insert(rows)
+    assert store.ask("SELECT count() FROM events").rows == [(len(rows),)]
+
+
+def test_a_store_of_another_log_is_refused(memory_log: MemoryLog, store: Store) -> None:
+    other = SyntheticRun(run_of(steps=1, demonstrations=1, run_id="other"), evaluation_tasks=1)
+    rows = [event_row(Address("tasks", 0, n), event) for n, event in enumerate(other.events())]
+    store.insert(rows)
+    for event in events():
+        memory_log.append(event)
+    with pytest.raises(BadInput, match="another log"):
+        write_all(memory_log, store)
+
+
+def test_it_waits_for_a_log_that_says_nothing(memory_log: MemoryLog, store: Store) -> None:
+    write_all(memory_log, store)
+    assert counted(store, memory_log) == (0, 0)
+
+
+_CRASHING = """
+import os, signal, sys
+from consumers.clickhouse.rows import event_row
+from consumers.clickhouse.store import Store
+from schemas.events import Address
+from tests.consumers.synthetic_run import SyntheticRun, run_of
+store = Store(f"chdb://{sys.argv[1]}", "crash", threads=1)
+events = list(SyntheticRun(run_of(steps=1, demonstrations=2), evaluation_tasks=2).events())
+known = store.next_offsets().get(("tasks", 0), 0)
+rows = [event_row(Address("tasks", 0, n), event) for n, event in enumerate(events) if n >= known]
+store.insert(rows)
+if sys.argv[2] == "die":
+    os.kill(os.getpid(), signal.SIGKILL)
+store.insert([event_row(Address("tasks", 0, n), event) for n, event in enumerate(events)])
+print(len(events), *store.ask("SELECT count(), uniqExact(offset) FROM events").rows[0])
+"""
+
+
+def test_rows_survive_a_kill_and_are_not_inserted_twice_after_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _CRASHING, str(tmp_path / "store")]
+    killed = subprocess.run([*command, "die"], capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    again = subprocess.run([*command, "live"], capture_output=True, timeout=60, check=True)
+    events_made, rows, offsets = map(int, again.stdout.split())
+    assert events_made == rows == offsets

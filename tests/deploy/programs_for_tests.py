@@ -1,0 +1,23 @@
+"""Programs of the shape that deploy.serve runs, small enough to be watched. Which one is chosen by the worker's name."""
+
+import threading
+from typing import Any
+
+from schemas.errors import BadInput
+from schemas.metrics import Pulse
+from schemas.run import Run
+
+
+def run(run: Run, settings: Any, pulse: Pulse, stop: threading.Event) -> None:
+    if run.worker == "crashes":
+        raise ValueError("something unexpected")
+    if run.worker == "refuses":
+        raise BadInput("tasks.jsonl line 3 is no task: give it a prompt")
+    if run.worker == "finishes":
+        pulse.count("events_read", 3)
+        return
+    pulse.count("events_read", 7)
+    pulse.gauge("lag", 5 if run.worker == "stalls" else 0)
+    pulse.detail = "waiting to be stopped"
+    stop.wait()
+    pulse.count("events_written", 1)

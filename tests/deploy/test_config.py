@@ -1,0 +1,68 @@
+"""A config says what a program reads, and whoever mistypes it is told where and what is allowed."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy.config import DEFAULT_CONFIG, load_config, parse_config
+from schemas.errors import BadInput
+
+PROJECT = Path(__file__).resolve().parents[2]
+COMMITTED = sorted([*PROJECT.glob("deploy/**/*.toml"), *PROJECT.glob("examples/**/*.toml")])
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in COMMITTED if path.name != "pyproject.toml"], ids=lambda path: path.name
+)
+def test_every_committed_config_loads(path: Path) -> None:
+    assert load_config(path).job.steps > 0
+
+
+def test_default_config_says_what_the_defaults_say() -> None:
+    """Otherwise a job without a file of its own would be another job than the one that is written down."""
+    assert load_config(DEFAULT_CONFIG) == parse_config({}, Path("empty.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[job]\nsteps = = 3\n", "line 2"),
+        ("[jobs]\n", "there is no section [jobs]; did you mean job? allowed: [job], [feeder]"),
+        ("[job]\nstps = 3\n", "[job] has no field stps; did you mean steps? allowed: module,"),
+        ('[job]\nsteps = "3"\n', "job.steps: Expected int, got str"),
+        ('[trainer.grpo]\nmode = "X"\n', "trainer.grpo.mode: Invalid enum value 'X'"),
+        ("[trainer.grpo]\ninner_steps = 0\n", "trainer.grpo: inner_steps must be at least 1"),
+        ("[job]\nstaleness_target = 9\n", "job.staleness_target must be at most"),
+        ("steps = 3\n", "fields stand in sections: [job]"),
+        ('[local]\nprograms = ["trainr"]\n', "there is no trainr; allowed: "),
+        ('[feeder]\ntasks_file = "none.jsonl"\n', "none.jsonl does not exist"),
+        ('[trainer.model]\npath = "."\n', "is no model folder (it has no config.json"),
+        ("\x00", "is no TOML"),
+    ],
+)
+def test_a_mistake_is_named_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    with pytest.raises(BadInput) as caught:
+        load_config(path)
+    assert told in str(caught.value)
+    assert "job.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"none\.toml cannot be read"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").touch()
+    (tmp_path / "job.toml").write_text('[job]\nmodule = "mine.py"\n[feeder]\ntasks_file = "tasks.jsonl"\n')
+    config = load_config(tmp_path / "job.toml")
+    assert config.job.module == str(tmp_path / "mine.py")
+    assert config.feeder.tasks_file == str(tmp_path / "tasks.jsonl")
+
+
+def test_a_dotted_module_name_stays(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('[job]\nmodule = "producers.stockroom"\n')
+    assert load_config(tmp_path / "job.toml").job.module == "producers.stockroom"

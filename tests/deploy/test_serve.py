@@ -1,0 +1,154 @@
+"""The harness around a program, in a process of its own on the real broker."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deploy.local.folder import RunFolder
+from deploy.resolve import Asked, resolve
+from deploy.serve import StallWatch, Usage
+from schemas.events import WorkerSeen
+from schemas.run import Run
+from streams.log.connect import open_log
+from tests.deploy.test_supervisor import eventually
+
+PROJECT = Path(__file__).resolve().parents[2]
+SERVE = """
+import sys
+from pathlib import Path
+from deploy.programs import Program
+from deploy.resolve import load_file
+from deploy.serve import serve
+folder = Path(sys.argv[1])
+program = Program("cut", "tests.deploy.programs_for_tests", "", 1)
+sys.exit(serve(program, load_file(folder / "run.json"), sys.argv[2], folder / "stopped_because"))
+"""
+
+
+class Served:
+    """A program that is being served."""
+
+    def __init__(self, folder: Path, run: Run, worker: str) -> None:
+        asked = Asked(source="test.toml", raw={"harness": {"heartbeat_seconds": 0.2, "stall_seconds": 1.0}}, seed=0)
+        resolved = msgspec.structs.replace(
+            resolve(RunFolder(folder), asked),
+            run_id=f"serve-{worker}",
+            bootstrap_servers=run.bootstrap_servers,
+            registry_url=run.registry_url,
+            blobs_url=run.blobs_url,
+        )
+        (folder / "run.json").write_bytes(msgspec.json.encode(resolved))
+        self.run_id = resolved.run_id
+        self._url = f"http://127.0.0.1:{resolved.health_ports['cut']}"
+        command = [sys.executable, "-c", SERVE, str(folder), worker]
+        self.process = subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True)
+
+    def page(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self._url + path, timeout=5) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code and what was printed."""
+        _, printed = self.process.communicate(timeout=60)
+        return self.process.returncode, printed
+
+
+def heartbeats(run: Run, run_id: str) -> list[WorkerSeen]:
+    log = open_log(run)
+    reader = log.reader(["control"])
+    found: list[WorkerSeen] = []
+    while not reader.caught_up():
+        events = [delivery.event for delivery in reader.poll(1000, 1.0)]
+        found += [event for event in events if isinstance(event, WorkerSeen) and event.meta.run_id == run_id]
+    reader.close()
+    log.close()
+    return found
+
+
+def test_a_program_is_watched_while_it_runs_and_drains_when_told(tmp_path: Path, kafka_run: Run) -> None:
+    served = Served(tmp_path, kafka_run, "works")
+    assert eventually(lambda: served.page("/healthz")[0] == 200, 60)
+    assert served.page("/healthz")[1] == "waiting to be stopped\n"
+    assert 'replayground_events_read{program="cut",worker="works"} 7.0' in served.page("/metrics")[1]
+    assert served.page("/else")[0] == 404
+    assert eventually(lambda: bool(heartbeats(kafka_run, served.run_id)), 60)
+    served.process.terminate()
+    code, printed = served.ended()
+    assert code == 0
+    assert [json.loads(line)["event"] for line in printed.splitlines()] == ["started", "drained"]
+    last = heartbeats(kafka_run, served.run_id)[-1]
+    assert last.role == "cut"
+    assert (last.load["events_read"], last.load["events_written"]) == (7, 1), "the last beat has the final figures"
+    assert last.load["memory_bytes_peak"] >= last.load["memory_bytes"] > 10_000_000
+    assert last.load["cpu_seconds"] > 0
+
+
+def test_ctrl_c_drains_too_and_who_has_finished_stays_until_told(tmp_path: Path, kafka_run: Run) -> None:
+    served = Served(tmp_path, kafka_run, "finishes")
+    assert eventually(lambda: served.page("/healthz") == (200, "finished\n"), 60)
+    os.kill(served.process.pid, signal.SIGINT)
+    assert served.ended()[0] == 0
+
+
+def test_a_stall_is_an_error_that_is_reported(tmp_path: Path, kafka_run: Run) -> None:
+    served = Served(tmp_path, kafka_run, "stalls")
+    assert eventually(lambda: served.page("/healthz")[0] == 503, 60)
+    served.process.terminate()
+    assert '"event": "stalled"' in served.ended()[1]
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, kafka_run: Run) -> None:
+    code, printed = Served(tmp_path, kafka_run, "refuses").ended()
+    assert code == 2
+    assert printed.splitlines()[-1] == "tasks.jsonl line 3 is no task: give it a prompt"
+    assert (tmp_path / "stopped_because").read_text() == "tasks.jsonl line 3 is no task: give it a prompt\n"
+
+
+def test_a_crash_is_logged_with_its_traceback(tmp_path: Path, kafka_run: Run) -> None:
+    code, printed = Served(tmp_path, kafka_run, "crashes").ended()
+    assert code == 1
+    crashed = json.loads(printed.splitlines()[-1])
+    assert crashed["event"] == "crashed"
+    assert "ValueError: something unexpected" in crashed["exception"]
+    assert not (tmp_path / "stopped_because").exists()
+
+
+@pytest.mark.parametrize(
+    ("figures", "stalled"),
+    [
+        ([{"lag": 1.0}, {"lag": 1.0}, {"lag": 1.0}], [False, False, True]),
+        ([{"lag": 1.0}, {"lag": 1.0, "events_read": 1.0}, {"lag": 1.0, "events_read": 1.0}], [False, False, False]),
+        ([{"lag": 0.0}, {"lag": 0.0}, {"lag": 0.0}], [False, False, False]),
+        ([{"lag": 1.0}, {"lag": 0.0}, {"lag": 1.0}, {"lag": 1.0}], [False, False, False, True]),
+    ],
+)
+def test_stalled_is_work_waiting_and_none_taken(figures: list[dict[str, float]], stalled: list[bool]) -> None:
+    watch = StallWatch(stall_seconds=10.0)
+    assert [watch.is_stalled(seen, 100.0 + 6.0 * beat) for beat, seen in enumerate(figures)] == stalled
+
+
+def test_processor_time_of_children_that_ended_still_counts() -> None:
+    usage = Usage()
+    burn = "import time\nuntil = time.process_time() + 0.5\nwhile time.process_time() < until: pass\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE)
+    before = usage.figures()["cpu_seconds"]
+    assert eventually(lambda: usage.figures()["cpu_seconds"] > before + 0.4)
+    peak = usage.figures()
+    child.communicate(b"\n")
+    after = usage.figures()
+    assert after["cpu_seconds"] >= peak["cpu_seconds"]
+    assert after["memory_bytes_peak"] >= peak["memory_bytes"]

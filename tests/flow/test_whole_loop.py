@@ -1,0 +1,129 @@
+"""The whole loop as a person starts it: the example job on the local stack, interrupted in the middle and taken up again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PROJECT = Path(__file__).parent.parent.parent
+EXAMPLE = PROJECT / "examples" / "times_tables" / "job.toml"
+FIGURES = [
+    "run_id",
+    "seed",
+    "seconds_total",
+    "seconds_to_first_rollout",
+    "steps",
+    "heldout_pass_at_1_start",
+    "heldout_pass_at_1_end",
+    "heldout_greedy_end",
+    "events_by_type",
+    "trajectories",
+    "trajectories_infra_error",
+    "groups_completed",
+    "groups_dropped_by_reason",
+    "batches",
+    "weight_versions_published",
+    "weight_versions_loaded_by_server",
+    "staleness_max",
+    "dead_letters",
+    "tokens_sampled",
+    "tokens_per_second",
+    "logprob_gap_mean",
+    "sampling_busy_share",
+    "trainer_busy_share",
+    "trace_rows",
+    "log_events",
+    "peak_memory_bytes_by_program",
+]
+
+
+def replayground(runs: Path, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "deploy.cli", *arguments, "--runs", str(runs)]
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.Popen(
+        command, cwd=PROJECT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def processes_of(runs: Path) -> list[str]:
+    """Command lines of whatever still runs with the folder in its arguments, its working folder or its environment."""
+    found: list[str] = []
+    for process in psutil.process_iter(["pid", "cmdline", "cwd"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if process.pid != os.getpid() and (str(runs) in line or str(process.info["cwd"]).startswith(str(runs))):
+            found.append(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], str]:
+    """A run that was interrupted during practice and then finished: its folder, and what both starts printed."""
+    runs = tmp_path_factory.mktemp("runs")
+    first = replayground(runs, "run", str(EXAMPLE), "--exit")
+    assert first.stdout is not None
+    interrupted: list[str] = []
+    for line in first.stdout:
+        interrupted.append(line)
+        if line.startswith("cold start 50"):
+            first.send_signal(signal.SIGINT)
+    first.wait()
+    assert processes_of(runs) == []
+    second = replayground(runs, "run", str(EXAMPLE), "--exit")
+    told, _ = second.communicate()
+    assert second.returncode == 0, told
+    return runs, interrupted, told
+
+
+@pytest.fixture
+def summary(finished: tuple[Path, list[str], str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((finished[0] / "latest" / "summary.json").read_text())
+    return found
+
+
+def test_the_second_start_goes_on_with_the_same_run(finished: tuple[Path, list[str], str]) -> None:
+    runs, interrupted, told = finished
+    assert any(line.startswith("cold start 50") for line in interrupted)
+    assert len([folder for folder in runs.iterdir() if folder.is_dir() and not folder.is_symlink()]) == 1
+    assert "demonstrations 0 %" not in told, "demonstrations were played again"
+
+
+def test_nothing_is_left_running(finished: tuple[Path, list[str], str]) -> None:
+    assert processes_of(finished[0]) == []
+
+
+def test_the_summary_has_every_figure(summary: dict[str, Any]) -> None:
+    assert sorted(summary) == sorted(FIGURES)
+
+
+def test_the_run_did_what_the_job_says(summary: dict[str, Any]) -> None:
+    assert summary["steps"] == summary["batches"] == 3
+    assert summary["events_by_type"]["StepTaken"] == summary["weight_versions_published"] == 5
+    assert summary["staleness_max"] <= 4
+    assert summary["dead_letters"] == 0
+    assert summary["trajectories"] >= 300 + 3 * 16 + 3 * 40
+
+
+def test_the_trainer_sees_exactly_the_tokens_that_were_sampled(summary: dict[str, Any]) -> None:
+    assert 0 < summary["logprob_gap_mean"] <= 1e-5
+
+
+def test_every_version_was_loaded_and_verified(summary: dict[str, Any]) -> None:
+    for loaded in summary["weight_versions_loaded_by_server"].values():
+        assert loaded == summary["weight_versions_published"]
+
+
+def test_the_trace_store_equals_the_log(summary: dict[str, Any]) -> None:
+    assert summary["trace_rows"] == summary["log_events"] == sum(summary["events_by_type"].values())
+
+
+def test_the_report_opens_offline(finished: tuple[Path, list[str], str]) -> None:
+    report = (finished[0] / "latest" / "report.html").read_text()
+    assert "One that passed" in report
+    assert 'src="http' not in report
+    assert "<script" not in report
