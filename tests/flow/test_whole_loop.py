@@ -13,7 +13,7 @@ import pytest
 
 PROJECT = Path(__file__).parent.parent.parent
 EXAMPLE = PROJECT / "examples" / "times_tables" / "job.toml"
-FIGURES = [
+FIGURES = (
     "run_id",
     "seed",
     "seconds_total",
@@ -40,7 +40,7 @@ FIGURES = [
     "trace_rows",
     "log_events",
     "peak_memory_bytes_by_program",
-]
+)
 
 
 def replayground(runs: Path, *arguments: str) -> "subprocess.Popen[str]":
