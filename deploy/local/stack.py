@@ -363,5 +363,6 @@ def terminate_on_signals() -> None:
     def interrupt(signal_number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    # SIGINT too: a shell that starts us in the background hands it down ignored
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, interrupt)
