@@ -132,7 +132,7 @@ class KafkaLog:
 
     def make_topics(self) -> None:
         admin = AdminClient(_client_settings(self._bootstrap_servers))
-        existing = self._asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
+        existing = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
         for topic in TOPICS:
             if topic.name in existing and len(existing[topic.name].partitions) != topic.partitions:
                 raise BadInput(
@@ -143,7 +143,7 @@ class KafkaLog:
         if missing:
             new = [NewTopic(t.name, t.partitions, replication_factor=1, config=t.settings) for t in missing]
             for future in admin.create_topics(new, operation_timeout=_ASK_SECONDS).values():
-                self._asked(future.result)
+                _asked(future.result)
 
     def close(self) -> None:
         if self._producer is not None:
@@ -202,7 +202,7 @@ class KafkaLog:
                     return
 
     def _partitions(self, admin: AdminClient, topics: Sequence[str]) -> list[tuple[str, int]]:
-        metadata = self._asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
+        metadata = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
         return [(topic, partition) for topic in topics if topic in metadata for partition in metadata[topic].partitions]
 
     def _committed(
@@ -210,23 +210,16 @@ class KafkaLog:
     ) -> dict[tuple[str, int], int]:
         request = ConsumerGroupTopicPartitions(group, [TopicPartition(*partition) for partition in partitions])
         future = admin.list_consumer_group_offsets([request])[group]
-        result = self._asked(lambda: future.result(timeout=_ASK_SECONDS))
+        result = _asked(lambda: future.result(timeout=_ASK_SECONDS))
         return {(p.topic, p.partition): p.offset for p in result.topic_partitions if p.offset >= 0}
 
     def _ends(self, admin: AdminClient, partitions: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
         latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
         futures = admin.list_offsets({TopicPartition(*partition): latest for partition in partitions})
         return {
-            (p.topic, p.partition): self._asked(lambda future=future: future.result(timeout=_ASK_SECONDS)).offset  # type: ignore[misc]
+            (p.topic, p.partition): _asked(lambda future=future: future.result(timeout=_ASK_SECONDS)).offset  # type: ignore[misc]
             for p, future in futures.items()
         }
-
-    @staticmethod
-    def _asked(question: Callable[[], Any]) -> Any:
-        try:
-            return question()
-        except KafkaException as error:
-            raise LogUnavailable(f"the broker refused or did not answer: {error}") from error
 
 
 class KafkaReader:
@@ -301,7 +294,7 @@ class KafkaReader:
     def _assign_all(self) -> None:
         partitions: list[TopicPartition] = []
         for name in self._topics:
-            topic = self._consumer.list_topics(name, timeout=_ASK_SECONDS).topics[name]
+            topic = _asked(lambda name=name: self._consumer.list_topics(name, timeout=_ASK_SECONDS)).topics[name]  # type: ignore[misc]
             if topic.error is not None:
                 raise LogUnavailable(f"topic {name} cannot be read: {topic.error}")
             partitions += [TopicPartition(name, partition, OFFSET_BEGINNING) for partition in topic.partitions]
@@ -309,10 +302,7 @@ class KafkaReader:
 
     def _reached_end(self, partition: TopicPartition) -> bool:
         place = (partition.topic, partition.partition)
-        try:
-            first, end = self._consumer.get_watermark_offsets(partition, timeout=_ASK_SECONDS, cached=False)
-        except KafkaException as error:
-            raise LogUnavailable(f"the end of {partition.topic} is not known: {error}") from error
+        first, end = _asked(lambda: self._consumer.get_watermark_offsets(partition, timeout=_ASK_SECONDS, cached=False))
         reached = max(self._next.get(place, -1), self._ends_seen.get(place, -1))
         return reached >= end or first == end
 
@@ -393,6 +383,14 @@ class KafkaTransactor:
 
 _FENCED_ERRORS = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
 _PASSING_ERRORS = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._MAX_POLL_EXCEEDED}
+
+
+def _asked(question: Callable[[], Any]) -> Any:
+    """The broker's answer. Raises LogUnavailable."""
+    try:
+        return question()
+    except KafkaException as error:
+        raise LogUnavailable(f"the broker refused or did not answer: {error}") from error
 
 
 def _raise_unavailable(error: KafkaError) -> NoReturn:
