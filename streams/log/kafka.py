@@ -385,7 +385,7 @@ _FENCED_ERRORS = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaEr
 _PASSING_ERRORS = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._MAX_POLL_EXCEEDED}
 
 
-def _asked(question: Callable[[], Any]) -> Any:
+def _asked[Answer](question: Callable[[], Answer]) -> Answer:
     """The broker's answer. Raises LogUnavailable."""
     try:
         return question()
