@@ -11,7 +11,7 @@ from schemas.run import Run
 from schemas.topics import TOPICS
 from streams.log.protocol import Log
 
-_EVERY_SECONDS = 3.0
+_EVERY_SECONDS = 5.0
 
 _log = structlog.get_logger(__name__)
 

@@ -141,10 +141,11 @@ def environment(settings: VllmSettings) -> dict[str, str]:
 
 def _forward(output: IO[bytes]) -> None:
     """vLLM's lines into our log; ends when every process of the child has closed its output."""
-    for line in output:
-        text = line.decode("utf-8", "replace").rstrip()
-        if text:
-            _log.info("vllm", line=text)
+    with output:
+        for line in output:
+            text = line.decode("utf-8", "replace").rstrip()
+            if text:
+                _log.info("vllm", line=text)
 
 
 def _await_health(child: subprocess.Popen[bytes], settings: VllmSettings, stop: threading.Event) -> None:

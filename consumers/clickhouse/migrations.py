@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS events
     verdict         LowCardinality(String)           COMMENT 'of a RewardAssigned',
     ended_by        LowCardinality(String)           COMMENT 'of a RolloutEnded, TrajectoryAssembled or RewardAssigned',
     version         Nullable(Int64)                  COMMENT 'weights made, published, loaded or held',
-    body            String CODEC(ZSTD(1))            COMMENT 'the event as JSON without its envelope; bytes in base64',
+    body            String                           COMMENT 'the event as JSON without its envelope; bytes in base64',
     INDEX by_trajectory trajectory_id TYPE bloom_filter GRANULARITY 4
 )
 ENGINE = MergeTree

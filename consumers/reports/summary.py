@@ -103,27 +103,34 @@ def summary(store: Store, log: Log, run: Run, now: int) -> Summary:
 
 
 def counted(store: Store, log: Log) -> tuple[int, int]:
-    """Rows in the store, and messages on the log up to where the store has come.
-
-    Heartbeats never end, so both are counted up to the same positions: the cut is where the store stands now.
-    """
+    """Rows in the store, and messages on the log up to where the store has come."""
     standing = store.ask(queries.STANDING).rows
     cut = {(topic, partition): following for topic, partition, following, _ in standing}
-    return sum(rows for *_, rows in standing), count_log(log, cut)
+    rows = {topic.name: 0 for topic in TOPICS}
+    for topic, _, _, count in standing:
+        rows[topic] += count
+    messages = log.count(list(rows))
+    # Heartbeats never end: what has grown since the store was asked is counted again, up to where the store stands.
+    grown = [topic for topic in rows if messages[topic] != rows[topic]]
+    unchanged = sum(messages[topic] for topic in rows if topic not in grown)
+    return sum(rows.values()), unchanged + count_log(log, grown, cut)
 
 
-def count_log(log: Log, cut: Mapping[Place, int]) -> int:
-    """Messages on the log before the cut, counted by reading it from the beginning."""
-    reader = log.reader([topic.name for topic in TOPICS])
-    reached = dict.fromkeys(cut, 0)
+def count_log(log: Log, topics: Sequence[str], cut: Mapping[Place, int]) -> int:
+    """Messages of the topics before the cut, counted by reading them from the beginning."""
+    ends = {place: end for place, end in cut.items() if place[0] in topics}
+    if not ends:
+        return 0
+    reader = log.reader(topics)
+    reached = dict.fromkeys(ends, 0)
     count = 0
     try:
-        while any(reached[place] < end for place, end in cut.items()):
+        while any(reached[place] < end for place, end in ends.items()):
             deliveries = reader.poll(events_max=10_000, timeout_seconds=1.0)
             for delivery in deliveries:
                 place = (delivery.address.topic, delivery.address.partition)
                 reached[place] = delivery.address.offset + 1
-                count += delivery.address.offset < cut.get(place, 0)
+                count += delivery.address.offset < ends.get(place, 0)
             if not deliveries and reader.caught_up():
                 break  # the log ends before the cut: it has lost what the store has, and the figures will say so
     finally:

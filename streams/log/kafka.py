@@ -69,6 +69,7 @@ class KafkaLog:
         self._producer: Producer | None = None
         self._failure: KafkaError | None = None
         self._random_access: Consumer | None = None
+        self._admin: AdminClient | None = None
 
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
         self._raise_failure()
@@ -110,7 +111,7 @@ class KafkaLog:
         return [found[address] for address in addresses]
 
     def lag(self, group: str, topics: Sequence[str]) -> dict[str, int]:
-        admin = AdminClient(_client_settings(self._bootstrap_servers))
+        admin = self._opened_admin()
         partitions = self._partitions(admin, topics)
         committed = self._committed(admin, group, partitions)
         lags: dict[str, int] = dict.fromkeys(topics, 0)
@@ -131,7 +132,7 @@ class KafkaLog:
         return counts
 
     def make_topics(self) -> None:
-        admin = AdminClient(_client_settings(self._bootstrap_servers))
+        admin = self._opened_admin()
         existing = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
         for topic in TOPICS:
             if topic.name in existing and len(existing[topic.name].partitions) != topic.partitions:
@@ -152,6 +153,11 @@ class KafkaLog:
             self._random_access.close()
             self._random_access = None
         self.codec.close()
+
+    def _opened_admin(self) -> AdminClient:
+        if self._admin is None:
+            self._admin = AdminClient(_client_settings(self._bootstrap_servers))
+        return self._admin
 
     def _opened_producer(self) -> Producer:
         if self._producer is None:

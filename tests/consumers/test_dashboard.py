@@ -1,9 +1,10 @@
 """The page in a real Chromium, and the interface that it rests on."""
 
 import os
-import threading
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,41 +15,40 @@ from consumers.config import TracesSettings
 from consumers.dashboard.web import WebServer
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.lag_watch import LagWatch
-from schemas.blobs import Blobs
-from schemas.codec import Codec
 from schemas.errors import BadInput
 from schemas.metrics import Pulse
-from schemas.registry import MemoryRegistry
 from streams.log.memory import MemoryLog
 from tests.consumers.conftest import free_port
-from tests.consumers.synthetic_run import SyntheticRun, run_of
+from tests.consumers.synthetic_run import run_of
 
 RUN = run_of(steps=12, demonstrations=10)
 CHROMIUM = "/usr/bin/chromium"
 
 
 @pytest.fixture(scope="module")
-def address(chdb_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The traces program's parts over a log in memory with a whole run on it."""
-    blobs: Path = tmp_path_factory.mktemp("blobs")
-    log = MemoryLog(Codec(MemoryRegistry(), Blobs(f"file://{blobs}")))
-    for event in SyntheticRun(RUN, evaluation_tasks=20).events():
-        log.append(event)
-    settings = TracesSettings(dsn=chdb_dsn, database="dashboard", port=free_port(), flush_seconds=0.1)
-    store = Store(settings.dsn, settings.database, threads=1)
-    writer, lag, stop = TraceWriter(log, store, RUN, settings, Pulse()), LagWatch(log, RUN, Pulse()), threading.Event()
-    web = WebServer(store, log, RUN, settings, lag, writer)
-    thread = threading.Thread(target=writer.write_until, args=(stop,))
-    thread.start()
-    web.start()
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder, port = tmp_path_factory.mktemp("dashboard"), free_port()
+    command = [sys.executable, "-m", "tests.consumers.dashboard_program", str(folder), str(port)]
+    program = subprocess.Popen(command, stdin=subprocess.PIPE)
+    url = f"http://127.0.0.1:{port}"
     try:
-        assert writer.await_caught_up(20.0)
-        yield f"http://127.0.0.1:{settings.port}"
+        asked(f"{url}/api/overview", program)
+        assert httpx.post(f"{url}/api/finish", timeout=120).status_code == 200  # everything is in the store
+        yield url
     finally:
-        web.stop()
-        stop.set()
-        thread.join()
-        store.close()
+        program.communicate(timeout=30)
+    assert program.returncode == 0
+
+
+def asked(url: str, program: subprocess.Popen[bytes]) -> None:
+    """Returns when the program answers."""
+    while program.poll() is None:
+        try:
+            httpx.get(url, timeout=30).raise_for_status()
+            return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    pytest.fail(f"the program ended with {program.returncode}")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,45 @@
+"""The parts of the traces program over a log in memory with a whole run on it, until standard input is closed.
+
+A process of its own, as in life: NiceGUI has one application per process and looks at every object in it.
+    python -m tests.consumers.dashboard_program <folder> <port>
+"""
+
+import sys
+import threading
+
+from consumers.clickhouse.store import Store
+from consumers.config import TracesSettings
+from consumers.dashboard.web import WebServer
+from consumers.events_to_clickhouse import TraceWriter
+from consumers.lag_watch import LagWatch
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.metrics import Pulse
+from schemas.registry import MemoryRegistry
+from streams.log.memory import MemoryLog
+from tests.consumers.synthetic_run import SyntheticRun, run_of
+
+RUN = run_of(steps=12, demonstrations=10)
+
+
+def main() -> None:
+    folder, port = sys.argv[1], int(sys.argv[2])
+    log = MemoryLog(Codec(MemoryRegistry(), Blobs(f"file://{folder}/blobs")))
+    for event in SyntheticRun(RUN, evaluation_tasks=20).events():
+        log.append(event)
+    settings = TracesSettings(dsn=f"chdb://{folder}/store", port=port, flush_seconds=0.1)
+    store = Store(settings.dsn, settings.database, threads=1)
+    writer, lag, stop = TraceWriter(log, store, RUN, settings, Pulse()), LagWatch(log, RUN, Pulse()), threading.Event()
+    web = WebServer(store, log, RUN, settings, lag, writer)
+    writing = threading.Thread(target=writer.write_until, args=(stop,))
+    writing.start()
+    web.start()
+    sys.stdin.read()
+    web.stop()
+    stop.set()
+    writing.join()
+    store.close()
+
+
+if __name__ == "__main__":
+    main()

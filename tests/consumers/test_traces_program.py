@@ -1,0 +1,77 @@
+"""The traces program as it is run: its own process, a real broker and registry, SIGKILL in the middle."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from consumers.config import TracesSettings
+from schemas.run import Run
+from streams.log.connect import open_log
+from tests.consumers.conftest import free_port
+from tests.consumers.synthetic_run import SyntheticRun, run_of
+
+_PROGRAM = """
+import signal, sys, threading
+import msgspec
+from consumers.config import TracesSettings
+from consumers.events_to_clickhouse import run
+from schemas.metrics import Pulse
+from schemas.run import Run
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+run(msgspec.json.decode(sys.argv[1], type=Run), msgspec.json.decode(sys.argv[2], type=TracesSettings), Pulse(), stop)
+"""
+
+
+def started(run: Run, settings: TracesSettings) -> subprocess.Popen[bytes]:
+    arguments = [msgspec.json.encode(run).decode(), msgspec.json.encode(settings).decode()]
+    return subprocess.Popen([sys.executable, "-c", _PROGRAM, *arguments])
+
+
+def asked(method: str, url: str, seconds: float = 60.0) -> Any:
+    """The answer, as soon as the program is up."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return httpx.request(method, url, timeout=seconds).json()
+        except httpx.TransportError:
+            assert time.monotonic() < deadline, "the program does not answer"
+            time.sleep(0.1)
+
+
+def test_a_killed_program_goes_on_and_the_store_equals_the_log(kafka_run: Run, tmp_path: Path) -> None:
+    made = run_of(steps=8, demonstrations=20, run_id="traces-program")
+    run = msgspec.structs.replace(kafka_run, run_id=made.run_id, job=made.job, worker="traces-0")
+    settings = TracesSettings(dsn=f"chdb://{tmp_path}/store", port=free_port(), batch_rows_max=500, flush_seconds=0.2)
+    url = f"http://127.0.0.1:{settings.port}/api"
+    events = list(SyntheticRun(run, evaluation_tasks=20).events())
+    log = open_log(run)
+    for event in events[: len(events) // 2]:
+        log.append(event)
+    log.flush()
+    program = started(run, settings)
+    try:
+        assert asked("POST", f"{url}/sql")["error"]  # it is up; killed now, it is in the middle of its first rows
+        program.send_signal(signal.SIGKILL)
+        program.wait()
+        program = started(run, settings)
+        for event in events[len(events) // 2 :]:
+            log.append(event)
+        log.flush()
+        asked("GET", f"{url}/overview")
+        done = asked("POST", f"{url}/finish", seconds=120.0)
+        assert done["summary"]["trace_rows"] == done["summary"]["log_events"] >= len(events)
+        assert sum(done["summary"]["events_by_type"].values()) == len(events)
+        assert done["summary"]["steps"] == made.job.steps
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(timeout=30) == 0
+    finally:
+        program.kill()
+        program.wait()
+        log.close()
