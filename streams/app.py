@@ -113,7 +113,7 @@ def make_app(run: Run, settings: StreamsSettings) -> faust.App:
         broker_heartbeat_interval=settings.session_timeout_seconds / 4,
         broker_commit_interval=1.0,
         producer_compression_type="lz4",
-        producer_linger=0.005,
+        producer_linger=0.02,
         stream_wait_empty=False,
         web_enabled=False,
         TableManager=OrderedTableManager,

@@ -40,7 +40,7 @@ def _producer_settings(bootstrap_servers: str) -> dict[str, Any]:
         "enable.idempotence": True,
         "partitioner": "murmur2_random",
         "compression.type": "lz4",
-        "linger.ms": 5,
+        "linger.ms": 20,  # a fraction of the broker's work at 5; flush and commit do not wait for it
         "queue.buffering.max.kbytes": 64 * 1024,
         "message.max.bytes": 1024 * 1024,
     }
@@ -55,7 +55,7 @@ def _consumer_settings(bootstrap_servers: str, group: str) -> dict[str, Any]:
         "isolation.level": "read_committed",
         "session.timeout.ms": 10_000,
         "max.poll.interval.ms": 20 * 60 * 1000,  # a worker with its hands full takes nothing new until a rollout ends
-        "fetch.wait.max.ms": 100,
+        "fetch.wait.max.ms": 500,  # an answer comes with the first byte; idle readers should cost the broker little
         "queued.max.messages.kbytes": 32 * 1024,
     }
 
@@ -105,6 +105,8 @@ class KafkaLog:
         for (topic, partition), offsets in wanted.items():
             for sweep in _sweeps(sorted(offsets)):
                 found.update(self._sweep(topic, partition, sweep))
+        if self._random_access is not None:
+            self._random_access.unassign()  # else it would go on fetching what nobody asked for
         missing = [address for address in addresses if address not in found]
         if missing:
             raise LookupError(f"no event at {missing[0]} and {len(missing) - 1} more addresses")
@@ -185,9 +187,9 @@ class KafkaLog:
     def _sweep(self, topic: str, partition: int, offsets: list[int]) -> Iterator[tuple[Address, Event]]:
         """Reads one stretch of a partition and keeps what is wanted."""
         if self._random_access is None:
-            self._random_access = Consumer(
-                _consumer_settings(self._bootstrap_servers, f"random-access-{uuid.uuid4()}") | {"fetch.wait.max.ms": 10}
-            )
+            settings = _consumer_settings(self._bootstrap_servers, f"random-access-{uuid.uuid4()}")
+            # a fetch that still waits for its last partition would hold the next one back
+            self._random_access = Consumer(settings | {"fetch.wait.max.ms": 10})
         wanted = set(offsets)
         self._random_access.assign([TopicPartition(topic, partition, offsets[0])])
         while wanted:
