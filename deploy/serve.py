@@ -51,11 +51,11 @@ def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) 
     try:
         # before the health port opens: a program that cannot be imported must not look alive for a moment
         run_function = program.load()
+        logger.info("started", run_id=harness.run.run_id, worker=worker)
         with (
             harness.health_page(resolved.health_ports[program.name]),
             harness.heartbeat(resolved.config.harness.heartbeat_seconds),
         ):
-            logger.info("started", run_id=harness.run.run_id, worker=worker)
             run_function(harness.run, getattr(resolved.config, program.name), harness.pulse, harness.stop)
             harness.wait_for_stop()
         logger.info("drained")

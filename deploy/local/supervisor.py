@@ -108,11 +108,11 @@ class Control:
         self._asked("startProcess", name, False)
 
     def stop(self, name: str) -> None:
-        """Tells a program to drain; does not wait for it. A program that is not running is left alone."""
+        """Tells a program to drain; does not wait for it. A program that is not running or not there is left alone."""
         try:
             self._asked("stopProcess", name, False)
         except Fault as fault:
-            if fault.faultCode != Faults.NOT_RUNNING:
+            if fault.faultCode not in (Faults.NOT_RUNNING, Faults.BAD_NAME):
                 raise
 
     def _asked(self, method: str, *arguments: Any) -> Any:

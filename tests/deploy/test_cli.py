@@ -162,13 +162,14 @@ def test_up_status_logs_and_down(tmp_path: Path) -> None:
     try:
         assert "runs in the background" in up.stdout
         status = called(tmp_path, "status").stdout
-        assert all(name in status for name in ("kafka", "registry", "cut", "running"))
+        assert [name for name in ("kafka", "registry", "cut", "running") if name not in status] == [], status
         assert "started" in called(tmp_path, "logs", "cut").stdout
         assert called(tmp_path, "logs", "nobody").returncode == 2
         assert called(tmp_path, "up", "job.toml").returncode == 2, "one is running already"
         assert "the traces program does not answer" in called(tmp_path, "sql", "SELECT 1").stderr
     finally:
         down = called(tmp_path, "down")
-    assert down.returncode == 0
+    assert (down.returncode, down.stderr) == (0, "")
+    assert "draining cut" in down.stdout
     assert members(RunFolder(path)) == []
     assert "is unfinished" in called(tmp_path, "status").stdout
