@@ -91,6 +91,7 @@ async def _serve(run: Run, settings: StreamsSettings, pulse: Pulse, stop: thread
     finally:
         stop.set()
         await app.stop()
+        codec.close()
     if failed.done():
         failed.result()
 

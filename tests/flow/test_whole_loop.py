@@ -73,6 +73,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str],
         if line.startswith("cold start 50"):
             first.send_signal(signal.SIGINT)
     first.wait()
+    first.stdout.close()
     assert processes_of(runs) == []
     second = replayground(runs, "run", str(EXAMPLE), "--exit")
     told, _ = second.communicate()
