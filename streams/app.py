@@ -2,13 +2,15 @@
 
     messages ─► assemble ─► trajectories ─► score ─► rewards ─► group ─► groups
 
-Three things are put right here, without forking (PARTS.md, Faust): partitions are sought before they are resumed after
-a recovery; an event that a hop refuses becomes a dead letter instead of vanishing; the producer is idempotent.
+Four things are put right here, without forking (PARTS.md, Faust): partitions are sought before they are resumed after
+a recovery; an event that a hop refuses becomes a dead letter instead of vanishing; the producer is idempotent; and a
+state is kept only after the facts that led to it are on the log.
 """
 
 import asyncio
 import logging
 import threading
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, cast
 
@@ -114,7 +116,7 @@ def make_app(run: Run, settings: StreamsSettings) -> faust.App:
         broker_heartbeat_interval=settings.session_timeout_seconds / 4,
         broker_commit_interval=1.0,
         producer_compression_type="lz4",
-        producer_linger=0.02,
+        producer_linger=0.002,
         stream_wait_empty=False,
         web_enabled=False,
         TableManager=OrderedTableManager,
@@ -172,46 +174,51 @@ class Stage:
 
     async def _take(self, address: Address, key: bytes | None, value: bytes) -> None:
         with self._pulse.busy():
-            outcome = self._outcome(address, value)
+            state_key, outcome = self._outcome(address, value)
         self._pulse.count("events_read")
-        for event in outcome.events:
-            await self._write(event)
+        facts: list[Event] = list(outcome.events)
         if outcome.refused is not None:
             logger.warning("streams.rejected", hop=self._hop.name, address=str(address), reason=outcome.refused)
-            reject = rejected(self._run_id, self._hop.name, address, key, value, outcome.refused, now_microseconds())
-            await self._write(reject)
+            facts.append(
+                rejected(self._run_id, self._hop.name, address, key, value, outcome.refused, now_microseconds())
+            )
             self._pulse.count("rejected")
+        sent = [await self._write(fact) for fact in facts]
+        if state_key is not None:
+            # what follows is on the log before the state says so: a worker killed in between repeats a fact, which
+            # readers know by its id, instead of losing it
+            await asyncio.gather(*sent)
+            self._keep(state_key, outcome)
         self._limit.count(outcome.refused is not None)
 
-    def _outcome(self, address: Address, value: bytes) -> Outcome:
+    def _outcome(self, address: Address, value: bytes) -> tuple[bytes | None, Outcome]:
+        """What the hop makes of a message, and the key of the state it changes, if it keeps one."""
         try:
             event = self._codec.decode(value, address.topic)
         except Undecodable as error:
-            return Outcome(refused=str(error))
+            return None, Outcome(refused=str(error))
         key = self._hop.key(event)
         if key is None or event.meta.run_id != self._run_id:
-            return Outcome()
+            return None, Outcome()
         if self._table is None:
-            return self._hop.step(None, event, address)
-        return self._stepped(key.encode(), event, address)
-
-    def _stepped(self, key: bytes, event: Event, address: Address) -> Outcome:
-        """A step with its state taken from and put back into the table."""
-        stored = self._table.get(key)
+            return None, self._hop.step(None, event, address)
+        stored = self._table.get(key.encode())
         state_class = cast(type[msgspec.Struct], self._hop.state_class)
         state = None if stored is None else msgspec.msgpack.decode(stored, type=state_class)
-        outcome = self._hop.step(state, event, address)
+        return key.encode(), self._hop.step(state, event, address)
+
+    def _keep(self, key: bytes, outcome: Outcome) -> None:
         if outcome.state is not None:
             self._table[key] = msgspec.msgpack.encode(outcome.state)
-        elif stored is not None:
-            del self._table[key]
-        return outcome
+        else:
+            self._table.pop(key, None)
 
-    async def _write(self, event: Event) -> None:
-        """Queued here, flushed by Faust before it commits the offset of the message that caused it."""
+    async def _write(self, event: Event) -> Awaitable[Any]:
+        """Queues a fact; what is returned ends when the log has it. Faust flushes before it commits an offset."""
         topic = topic_of(event)
-        await self._app.send(topic.name, key=topic.key(event).encode(), value=self._codec.encode(event))
+        sent = await self._app.send(topic.name, key=topic.key(event).encode(), value=self._codec.encode(event))
         self._pulse.count("events_written")
+        return cast(Awaitable[Any], sent)
 
 
 __all__ = ["TooManyRejects", "run"]
