@@ -4,7 +4,8 @@ import multiprocessing
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from streams.log.protocol import Log, Reader
 from tests.flow.synthetic import groups
 
 GROUPS = 40
+_PATIENCE_SECONDS = 120.0
 _PROCESSES = multiprocessing.get_context("spawn")
 
 
@@ -49,14 +51,45 @@ def expected(messages: list[Event], run_id: str, topic: str) -> set[str]:
     return {d.event.meta.id for d in log.reader([topic]).poll(100_000, 0.0) if d.event is not None}
 
 
-def read(reader: Reader, run_id: str, enough: Callable[[list[Event]], bool], seconds_max: float = 240.0) -> list[Event]:
-    """Reads until there is enough, or fails."""
-    found: list[Event] = []
-    until = time.monotonic() + seconds_max
-    while not enough(found):
-        assert time.monotonic() < until, f"only {len(found)} events came: {sorted(str(e.meta.group_id) for e in found)}"
-        found += [d.event for d in reader.poll(1000, 0.5) if d.event is not None and d.event.meta.run_id == run_id]
-    return found
+def read(reader: Reader, run_id: str) -> Iterator[Event]:
+    """The run's events as they come; fails when none has come for long."""
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        for delivery in reader.poll(1000, 0.5):
+            if delivery.event is not None and delivery.event.meta.run_id == run_id:
+                until = time.monotonic() + _PATIENCE_SECONDS
+                yield delivery.event
+        assert time.monotonic() < until, "nothing comes any more"
+
+
+def read_groups(reader: Reader, run_id: str, seen: dict[str, Event], count: int) -> None:
+    """Adds groups by id until there are so many different ones."""
+    events = read(reader, run_id)
+    while len(seen) < count:
+        event = next(events)
+        seen[event.meta.id] = event
+
+
+def read_batches(reader: Reader, run_id: str, count: int) -> list[BatchCut]:
+    events = read(reader, run_id)
+    return [batch for batch in (next(events) for _ in range(count)) if isinstance(batch, BatchCut)]
+
+
+@contextmanager
+def workers(run: Run, state_folder: str) -> Iterator[None]:
+    """The app and the cutter in processes of their own, killed when the block ends."""
+    processes = [
+        _PROCESSES.Process(target=streams_process, args=(run, state_folder), daemon=True),
+        _PROCESSES.Process(target=cut_process, args=(run,), daemon=True),
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def streams_process(run: Run, state_folder: str) -> None:
@@ -79,32 +112,22 @@ def test_killed_workers_lose_and_repeat_nothing(run: Run, messages: list[Event],
     wanted = expected(messages, run.run_id, "groups")
     third = len(messages) // 3
     groups_reader, batches_reader = log.reader(["groups"]), log.reader(["batches"])
-    seen: list[Event] = []
+    seen: dict[str, Event] = {}
     for life, part in enumerate((messages[:third], messages[third : 2 * third], messages[2 * third :])):
         append(log, part)
         state = str(tmp_path / f"state-{life // 2}")  # the second life keeps the state, the third starts without any
-        processes = [
-            _PROCESSES.Process(target=streams_process, args=(run, state), daemon=True),
-            _PROCESSES.Process(target=cut_process, args=(run,), daemon=True),
-        ]
-        for process in processes:
-            process.start()
-        more = len(wanted) if life == 2 else len({e.meta.id for e in seen}) + 3
-        seen += read(groups_reader, run.run_id, lambda new, more=more: len({e.meta.id for e in seen + new}) >= more)  # type: ignore[misc]
-        if life == 2:
-            live = [e for e in seen if getattr(e, "dropped_because", None) is None]
-            batches_wanted = len({e.meta.id for e in live}) // run.job.groups_per_batch
-            batches = read(batches_reader, run.run_id, lambda new: len(new) >= batches_wanted)
-        for process in processes:
-            process.kill()
-            process.join()
+        with workers(run, state):
+            read_groups(groups_reader, run.run_id, seen, len(wanted) if life == 2 else len(seen) + 3)
+            if life == 2:
+                live = [event for event in seen.values() if getattr(event, "dropped_because", None) is None]
+                batches = read_batches(batches_reader, run.run_id, len(live) // run.job.groups_per_batch)
     groups_reader.close()
     batches_reader.close()
     log.close()
-    assert {event.meta.id for event in seen} == wanted
-    cut_groups = [group for batch in batches if isinstance(batch, BatchCut) for group in batch.groups]
-    assert len(cut_groups) == len(set(cut_groups)) == batches_wanted * run.job.groups_per_batch
-    assert [batch.index for batch in batches if isinstance(batch, BatchCut)] == list(range(batches_wanted))
+    assert set(seen) == wanted
+    cut_groups = [group for batch in batches for group in batch.groups]
+    assert len(cut_groups) == len(set(cut_groups)) == len(batches) * run.job.groups_per_batch
+    assert [batch.index for batch in batches] == list(range(len(live) // run.job.groups_per_batch))
 
 
 def test_the_app_stops_when_told(run: Run, messages: list[Event], tmp_path: Path) -> None:
@@ -115,7 +138,7 @@ def test_the_app_stops_when_told(run: Run, messages: list[Event], tmp_path: Path
     thread = threading.Thread(target=app.run, args=(run, settings, pulse, stop))
     thread.start()
     reader = log.reader(["groups"])
-    read(reader, run.run_id, lambda found: len(found) >= GROUPS)
+    read_groups(reader, run.run_id, {}, GROUPS)
     reader.close()
     until = time.monotonic() + 60.0
     while any(log.lag(f"streams-{run.run_id}", ["messages", "trajectories", "rewards"]).values()):
