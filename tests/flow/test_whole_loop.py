@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+pytestmark = pytest.mark.timeout(1800)  # two starts of the whole stack, on a machine that may be busy
+
 PROJECT = Path(__file__).parent.parent.parent
 EXAMPLE = PROJECT / "examples" / "times_tables" / "job.toml"
 FIGURES = (
