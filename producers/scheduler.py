@@ -14,6 +14,7 @@ from functools import singledispatchmethod
 
 from producers.attempt import Attempt, close_unplayed
 from producers.config import SchedulerSettings
+from producers.planner import follow
 from schemas.events import (
     BatchCut,
     Event,
@@ -28,7 +29,7 @@ from schemas.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from schemas.ids import derived_id, now_microseconds
+from schemas.ids import derived_id
 from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.connect import open_log
@@ -51,30 +52,7 @@ def run(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Eve
 def schedule(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Event, log: Log) -> None:
     """The program over any log."""
     plan = Plan(run, settings)
-    reader = log.reader(TOPICS_READ)
-    pulse.detail = "reads the log"
-    caught_up = False
-    try:
-        while not stop.is_set():
-            deliveries = reader.poll(5000, settings.poll_seconds)
-            for delivery in deliveries:
-                if delivery.event is not None:  # what cannot be read is rejected by the stage that owns it
-                    plan.apply(delivery.event)
-            pulse.count("events_read", len(deliveries))
-            caught_up = caught_up or reader.caught_up()
-            if caught_up:
-                _write(plan.decide(now_microseconds()), log, pulse)
-                _tell(plan, pulse)
-    finally:
-        reader.close()
-
-
-def _write(events: list[Event], log: Log, pulse: Pulse) -> None:
-    if events:
-        for event in events:
-            log.append(event)
-        log.flush()
-        pulse.count("events_written", len(events))
+    follow(plan, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(plan, pulse))
 
 
 def _tell(plan: "Plan", pulse: Pulse) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from producers.config import FeederSettings
+from producers.planner import follow
 from sandboxes.tools.registry import toolset
 from sandboxes.worlds.world import world_from_json
 from schemas.errors import BadInput
@@ -33,7 +34,7 @@ from schemas.events import (
     TrajectoryAssembled,
     WeightsPublished,
 )
-from schemas.ids import derived_id, now_microseconds
+from schemas.ids import derived_id
 from schemas.job import Job, load_job
 from schemas.metrics import Pulse
 from schemas.run import Run
@@ -59,31 +60,12 @@ def run(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event)
 def feed(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event, log: Log) -> None:
     """The program over any log."""
     feed = Feed(run, settings, tasks_of(run, settings, load_job(run.job.module)))
-    reader = log.reader(TOPICS_READ)
-    pulse.detail = "reads the log"
-    caught_up = False
-    try:
-        while not stop.is_set():
-            deliveries = reader.poll(5000, settings.poll_seconds)
-            for delivery in deliveries:
-                if delivery.event is not None:  # what cannot be read is rejected by the stage that owns it
-                    feed.apply(delivery.event)
-            pulse.count("events_read", len(deliveries))
-            caught_up = caught_up or reader.caught_up()
-            if caught_up:
-                _write(feed.decide(now_microseconds()), log, pulse)
-                pulse.detail = feed.phase
-                pulse.gauge("step", max(0, feed.version - feed.version_first))
-    finally:
-        reader.close()
+    follow(feed, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(feed, pulse))
 
 
-def _write(events: list[Event], log: Log, pulse: Pulse) -> None:
-    if events:
-        for event in events:
-            log.append(event)
-        log.flush()
-        pulse.count("events_written", len(events))
+def _tell(feed: "Feed", pulse: Pulse) -> None:
+    pulse.detail = feed.phase
+    pulse.gauge("step", max(0, feed.version - feed.version_first))
 
 
 def evaluation_session(version: int, kind: Literal["sampled", "greedy"]) -> str:

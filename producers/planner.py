@@ -1,0 +1,59 @@
+"""The shell around a pure planner: reads the log from its beginning, lets the planner catch up before its first
+decision, and writes what it decides; so a restart repeats nothing."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from schemas.events import Event
+from schemas.ids import now_microseconds
+from schemas.metrics import Pulse
+from streams.log.protocol import Log
+
+_EVENTS_MAX = 5000
+
+
+class Planner(Protocol):
+    """Knows what happened and what follows. Pure: time is an argument."""
+
+    def apply(self, event: Event) -> None:
+        """Takes note of a fact. The same fact twice changes nothing."""
+
+    def decide(self, now: int) -> list[Event]:
+        """What to write next; it counts as done at once. `now` is in microseconds."""
+
+
+def follow(
+    planner: Planner,
+    log: Log,
+    topics: Sequence[str],
+    poll_seconds: float,
+    pulse: Pulse,
+    stop: threading.Event,
+    tell: Callable[[], None],
+) -> None:
+    """Runs the planner until told to stop; `tell` is called after each decision. Raises LogUnavailable."""
+    reader = log.reader(topics)
+    pulse.detail = "reads the log"
+    caught_up = False
+    try:
+        while not stop.is_set():
+            deliveries = reader.poll(_EVENTS_MAX, poll_seconds)
+            for delivery in deliveries:
+                if delivery.event is not None:  # what cannot be read is rejected by the stage that owns it
+                    planner.apply(delivery.event)
+            pulse.count("events_read", len(deliveries))
+            caught_up = caught_up or reader.caught_up()
+            if caught_up:
+                _write(planner.decide(now_microseconds()), log, pulse)
+                tell()
+    finally:
+        reader.close()
+
+
+def _write(events: list[Event], log: Log, pulse: Pulse) -> None:
+    if events:
+        for event in events:
+            log.append(event)
+        log.flush()
+        pulse.count("events_written", len(events))
