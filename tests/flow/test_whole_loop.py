@@ -1,8 +1,7 @@
-"""The whole loop as a person starts it: the example job on the local stack, interrupted in the middle and taken up again."""
+"""The whole loop as a person starts it: the example job on the local stack, from nothing to its report."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = pytest.mark.timeout(1800)  # two starts of the whole stack, on a machine that may be busy
+pytestmark = pytest.mark.timeout(1800)  # the whole stack, on a machine that may be busy
 
 PROJECT = Path(__file__).parent.parent.parent
 EXAMPLE = PROJECT / "examples" / "times_tables" / "job.toml"
@@ -64,40 +63,23 @@ def processes_of(runs: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], str]:
-    """A run that was interrupted during practice and then finished: its folder, and what both starts printed."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that finished."""
     runs = tmp_path_factory.mktemp("runs")
-    first = replayground(runs, "run", str(EXAMPLE), "--exit")
-    assert first.stdout is not None
-    interrupted: list[str] = []
-    for line in first.stdout:
-        interrupted.append(line)
-        if line.startswith("cold start 50"):
-            first.send_signal(signal.SIGINT)
-    first.wait()
-    first.stdout.close()
-    assert processes_of(runs) == []
-    second = replayground(runs, "run", str(EXAMPLE), "--exit")
-    told, _ = second.communicate()
-    assert second.returncode == 0, told
-    return runs, interrupted, told
+    program = replayground(runs, "run", str(EXAMPLE), "--exit")
+    told, _ = program.communicate()
+    assert program.returncode == 0, told
+    return runs
 
 
 @pytest.fixture
-def summary(finished: tuple[Path, list[str], str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((finished[0] / "latest" / "summary.json").read_text())
+def summary(finished: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((finished / "latest" / "summary.json").read_text())
     return found
 
 
-def test_the_second_start_goes_on_with_the_same_run(finished: tuple[Path, list[str], str]) -> None:
-    runs, interrupted, told = finished
-    assert any(line.startswith("cold start 50") for line in interrupted)
-    assert len([folder for folder in runs.iterdir() if folder.is_dir() and not folder.is_symlink()]) == 1
-    assert "demonstrations 0 %" not in told, "demonstrations were played again"
-
-
-def test_nothing_is_left_running(finished: tuple[Path, list[str], str]) -> None:
-    assert processes_of(finished[0]) == []
+def test_nothing_is_left_running(finished: Path) -> None:
+    assert processes_of(finished) == []
 
 
 def test_the_summary_has_every_figure(summary: dict[str, Any]) -> None:
@@ -125,8 +107,8 @@ def test_the_trace_store_equals_the_log(summary: dict[str, Any]) -> None:
     assert summary["trace_rows"] == summary["log_events"] == sum(summary["events_by_type"].values())
 
 
-def test_the_report_opens_offline(finished: tuple[Path, list[str], str]) -> None:
-    report = (finished[0] / "latest" / "report.html").read_text()
+def test_the_report_opens_offline(finished: Path) -> None:
+    report = (finished / "latest" / "report.html").read_text()
     assert "One that passed" in report
     assert 'src="http' not in report
     assert "<script" not in report
