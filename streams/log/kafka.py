@@ -3,6 +3,7 @@
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from confluent_kafka import (
@@ -55,7 +56,7 @@ def _consumer_settings(bootstrap_servers: str, group: str) -> dict[str, Any]:
         "isolation.level": "read_committed",
         "session.timeout.ms": 10_000,
         "max.poll.interval.ms": 20 * 60 * 1000,  # a worker with its hands full takes nothing new until a rollout ends
-        "fetch.wait.max.ms": 500,  # an answer comes with the first byte; idle readers should cost the broker little
+        "fetch.wait.max.ms": 100,
         "queued.max.messages.kbytes": 32 * 1024,
     }
 
@@ -117,7 +118,7 @@ class KafkaLog:
         partitions = self._partitions(admin, topics)
         committed = self._committed(admin, group, partitions)
         lags: dict[str, int] = dict.fromkeys(topics, 0)
-        for (topic, partition), end in self._ends(admin, partitions).items():
+        for (topic, partition), end in _ends(admin, partitions).items():
             lags[topic] += max(0, end - committed.get((topic, partition), 0))
         return lags
 
@@ -221,20 +222,14 @@ class KafkaLog:
         result = _asked(lambda: future.result(timeout=_ASK_SECONDS))
         return {(p.topic, p.partition): p.offset for p in result.topic_partitions if p.offset >= 0}
 
-    def _ends(self, admin: AdminClient, partitions: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-        futures = admin.list_offsets({TopicPartition(*partition): latest for partition in partitions})
-        return {
-            (p.topic, p.partition): _asked(lambda future=future: future.result(timeout=_ASK_SECONDS)).offset  # type: ignore[misc]
-            for p, future in futures.items()
-        }
-
 
 class KafkaReader:
     """See streams.log.protocol.Reader."""
 
     def __init__(self, bootstrap_servers: str, codec: Codec, topics: Sequence[str], group: str | None) -> None:
         self._codec = codec
+        self._client_settings = _client_settings(bootstrap_servers)
+        self._admin: AdminClient | None = None
         self._consumer = Consumer(_consumer_settings(bootstrap_servers, group or f"reader-{uuid.uuid4()}"))
         self._next: dict[tuple[str, int], int] = {}
         self._ends_seen: dict[tuple[str, int], int] = {}
@@ -290,8 +285,14 @@ class KafkaReader:
             self._ends_seen.pop((position.topic, position.partition), None)
 
     def caught_up(self) -> bool:
-        assigned = self._consumer.assignment()
-        return bool(assigned) and all(self._reached_end(partition) for partition in assigned)
+        assigned = [(partition.topic, partition.partition) for partition in self._consumer.assignment()]
+        if not assigned:
+            return False
+        if self._admin is None:
+            # by a connection of its own: on the reader's, each answer would wait for a fetch that waits for messages
+            self._admin = AdminClient(self._client_settings)
+        ends = _ends(self._admin, assigned)
+        return all(max(self._next.get(place, -1), self._ends_seen.get(place, -1)) >= ends[place] for place in assigned)
 
     def group_metadata(self) -> object:
         return self._consumer.consumer_group_metadata()
@@ -307,12 +308,6 @@ class KafkaReader:
                 raise LogUnavailable(f"topic {name} cannot be read: {topic.error}")
             partitions += [TopicPartition(name, partition, OFFSET_BEGINNING) for partition in topic.partitions]
         self._consumer.assign(partitions)
-
-    def _reached_end(self, partition: TopicPartition) -> bool:
-        place = (partition.topic, partition.partition)
-        first, end = _asked(lambda: self._consumer.get_watermark_offsets(partition, timeout=_ASK_SECONDS, cached=False))
-        reached = max(self._next.get(place, -1), self._ends_seen.get(place, -1))
-        return reached >= end or first == end
 
     def _forget(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """What was taken away belongs to another member now: committing it from here would undo its work."""
@@ -403,6 +398,16 @@ def _asked[Answer](question: Callable[[], Answer]) -> Answer:
 
 def _raise_unavailable(error: KafkaError) -> NoReturn:
     raise LogUnavailable(f"the broker reports: {error}")
+
+
+def _ends(admin: AdminClient, partitions: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+    """The next offset of each partition, in one question."""
+    latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+    futures = admin.list_offsets({TopicPartition(*partition): latest for partition in partitions})
+    return {
+        (place.topic, place.partition): _asked(partial(future.result, timeout=_ASK_SECONDS)).offset
+        for place, future in futures.items()
+    }
 
 
 def _sweeps(offsets: list[int]) -> Iterator[list[int]]:
