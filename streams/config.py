@@ -18,6 +18,8 @@ class StreamsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "block cache of each table partition"
     session_timeout_seconds: float = 8.0
     "how long the broker waits for a dead worker before others take over"
+    commit_seconds: float = 2.0
+    "how often offsets and the states that belong to them are written; a killed worker repeats as much"
     rejects_share_max: float = 0.5
     "the worker stops with an alarm when more than this share of the last thousand messages was rejected"
 
