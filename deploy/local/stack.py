@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -146,17 +147,21 @@ class RunningStack:
     def stop(self, report: Callable[[str], None] = lambda text: None) -> None:
         """Drains the programs, wave by wave, then ends broker, registry and supervisor. Leaves no process.
 
-        An interrupt while it drains (a second Ctrl-C) kills what is left at once.
+        An interrupt while it drains (a second Ctrl-C) kills what is left at once; after that nothing interrupts it.
         """
         try:
             self._end_orderly(report)
+            killing = False
         except KeyboardInterrupt:
-            report("killing what has not drained")
-            self._kill()
-        if self._process is not None:
-            self._process.wait()
-        for pid in guard.sweep(self.folder.path):
-            report(f"process {pid} had to be killed")
+            killing = True
+        with _undisturbed():
+            if killing:
+                report("killing what has not drained")
+                self._kill()
+            if self._process is not None:
+                self._process.wait()
+            for pid in guard.sweep(self.folder.path):
+                report(f"process {pid} had to be killed")
 
     def _end_orderly(self, report: Callable[[str], None]) -> None:
         for wave in sorted(set(self._stop_waves.values())):
@@ -357,6 +362,23 @@ def local_log(folder: Path, heap_mebibytes: int = 384) -> Iterator[Addresses]:
         os.close(lock)
 
 
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A third Ctrl-C must not leave processes behind that the second was to kill."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's affair
+        return
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def terminate_on_signals() -> None:
     """Makes the signals by which terminals and services end a process raise KeyboardInterrupt, as Ctrl-C does."""
 
@@ -364,5 +386,5 @@ def terminate_on_signals() -> None:
         raise KeyboardInterrupt
 
     # SIGINT too: a shell that starts us in the background hands it down ignored
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _ENDING_SIGNALS:
         signal.signal(number, interrupt)

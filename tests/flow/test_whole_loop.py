@@ -1,9 +1,11 @@
-"""The whole loop as a person starts it: the example job on the local stack, from nothing to its report."""
+"""The whole loop as a person starts it: the example job on the local stack, interrupted in the middle and taken up again."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +64,67 @@ def processes_of(runs: Path) -> list[str]:
     return found
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A run that was interrupted and then finished."""
+
+    runs: Path
+    first_told: str
+    first_exit_code: int
+    left_by_first: list[str]
+    "command lines of what the interrupted command left running"
+    second_told: str
+    second_exit_code: int
+
+
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that finished."""
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     runs = tmp_path_factory.mktemp("runs")
-    program = replayground(runs, "run", str(EXAMPLE), "--exit")
-    told, _ = program.communicate()
-    assert program.returncode == 0, told
-    return runs
+    first = replayground(runs, "run", str(EXAMPLE), "--exit")
+    first_told = interrupted_at(first, "cold start")
+    left = processes_of(runs)
+    second = replayground(runs, "run", str(EXAMPLE), "--exit")
+    second_told, _ = second.communicate()
+    return Finished(runs, first_told, first.returncode, left, second_told, second.returncode)
+
+
+def interrupted_at(program: "subprocess.Popen[str]", beginning: str) -> str:
+    """Interrupts a program at its first line that begins so; returns all it said when it has ended."""
+    assert program.stdout is not None
+    lines: list[str] = []
+    was_interrupted = False
+    for line in program.stdout:
+        lines.append(line)
+        if line.startswith(beginning) and not was_interrupted:
+            was_interrupted = True
+            program.send_signal(signal.SIGINT)
+    program.wait()
+    program.stdout.close()
+    return "".join(lines)
 
 
 @pytest.fixture
-def summary(finished: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((finished / "latest" / "summary.json").read_text())
+def summary(finished: Finished) -> dict[str, Any]:
+    assert finished.second_exit_code == 0, finished.second_told
+    found: dict[str, Any] = json.loads((finished.runs / "latest" / "summary.json").read_text())
     return found
 
 
-def test_nothing_is_left_running(finished: Path) -> None:
-    assert processes_of(finished) == []
+def test_an_interrupt_drains_and_leaves_nothing_running(finished: Finished) -> None:
+    assert finished.left_by_first == [], finished.first_told
+    assert finished.first_exit_code == 130, finished.first_told
+    assert "draining" in finished.first_told
+
+
+def test_the_second_start_goes_on_with_the_same_run(finished: Finished) -> None:
+    assert finished.second_exit_code == 0, finished.second_told
+    assert "Going on with" in finished.second_told
+    assert len([folder for folder in finished.runs.iterdir() if folder.is_dir() and not folder.is_symlink()]) == 1
+    assert "demonstrations 0 %" not in finished.second_told, "demonstrations were played again"
+
+
+def test_nothing_is_left_running(finished: Finished) -> None:
+    assert processes_of(finished.runs) == []
 
 
 def test_the_summary_has_every_figure(summary: dict[str, Any]) -> None:
@@ -107,8 +152,8 @@ def test_the_trace_store_equals_the_log(summary: dict[str, Any]) -> None:
     assert summary["trace_rows"] == summary["log_events"] == sum(summary["events_by_type"].values())
 
 
-def test_the_report_opens_offline(finished: Path) -> None:
-    report = (finished / "latest" / "report.html").read_text()
+def test_the_report_opens_offline(finished: Finished) -> None:
+    report = (finished.runs / "latest" / "report.html").read_text()
     assert "One that passed" in report
     assert 'src="http' not in report
     assert "<script" not in report
