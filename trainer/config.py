@@ -49,7 +49,7 @@ class SftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     "for embeddings, head and norms"
     warmup_steps: int = 50
     "learning rates rise linearly over these steps"
-    final_share: float = 0.1
+    final_share: float = 0.0
     "share of the learning rates that the cosine ends at"
     gradient_clip: float = 1.0
     "greatest norm of a gradient"
@@ -59,7 +59,9 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The learning rule (GRPO.md). TOML section [trainer.grpo]."""
 
     learning_rate: float = 4e-4
-    "of AdamW; constant"
+    "of AdamW, at the first step"
+    final_share: float = 0.05
+    "share of the learning rate that a straight line over the job's steps ends at; 1 = constant"
     beta1: float = 0.9
     "AdamW's memory of gradients"
     beta2: float = 0.95

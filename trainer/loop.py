@@ -183,6 +183,9 @@ class _Session:
                 trajectories=trajectories,
                 rewards=[member.reward for member in batch.members],
                 advantages=[member.advantage for member in batch.members],
+                learning_rate_share=learning_rate_share(
+                    batch.index, self.run.job.steps, self.settings.grpo.final_share
+                ),
             )
         )
         report.seconds["read"] = read_seconds
@@ -274,6 +277,11 @@ class _Session:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             raise _Stopped
+
+
+def learning_rate_share(index: int, steps: int, final_share: float) -> float:
+    """From 1 at the first batch towards the final share after the last, in a straight line."""
+    return final_share + (1.0 - final_share) * (1.0 - min(index, steps) / steps)
 
 
 def _batch_metrics(batch: BatchCut) -> dict[str, float]:

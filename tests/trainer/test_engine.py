@@ -100,7 +100,7 @@ def test_demonstrations_that_did_not_end_by_themselves_teach_nothing(
 
 
 def test_learning_rates_warm_up_and_fall_to_the_final_share() -> None:
-    settings = SftSettings()
+    settings = SftSettings(final_share=0.1)
     shares = [learning_rate_share(step, settings) for step in range(settings.steps)]
     assert shares[0] == pytest.approx(1 / 50)
     assert max(shares) == 1.0

@@ -259,6 +259,14 @@ def test_a_batch_that_is_delivered_again_is_taken_once(
     assert len({event.meta.id for event in field.steps()}) == len(field.steps()) == 5
 
 
+def test_the_learning_rate_falls_in_a_straight_line(field: Field, tokenizer: Tokenizer) -> None:
+    everything(field, tokenizer)
+    with field.training():
+        field.until_version(4)
+    taken = [step.metrics["learning_rate"] for step in field.steps() if step.kind == "grpo"]
+    assert taken == pytest.approx([4e-4 * (0.05 + 0.95 * share) for share in (1, 2 / 3, 1 / 3)])
+
+
 def test_steps_end_when_the_job_says_so(tmp_path: Path, tokenizer: Tokenizer) -> None:
     field = Field(tmp_path, steps=1)
     everything(field, tokenizer)

@@ -24,6 +24,8 @@ class GrpoBatch:
     trajectories: Sequence[TrajectoryAssembled]
     rewards: Sequence[float]
     advantages: Sequence[float]
+    learning_rate_share: float = 1.0
+    "of the configured learning rate"
 
 
 @dataclass(frozen=True)

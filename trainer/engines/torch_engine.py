@@ -60,7 +60,10 @@ class TorchEngine:
         ready = time.monotonic()
         metrics = {"step_refused": 1.0}
         if tensors.tokens_sampled:
+            learning_rate = self._settings.grpo.learning_rate * batch.learning_rate_share
+            optimizer.param_groups[0]["lr"] = learning_rate
             metrics = take_step(model, optimizer, tensors, self._settings.grpo, batch.base_version)
+            metrics["learning_rate"] = learning_rate
         metrics["trajectories_refused"] = float(len(tensors.refused))
         return Report(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
 
