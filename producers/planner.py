@@ -17,7 +17,7 @@ class Planner(Protocol):
     """Knows what happened and what follows. Pure: time is an argument."""
 
     def apply(self, event: Event) -> None:
-        """Takes note of a fact. The same fact twice changes nothing."""
+        """Takes note of a fact of the run. The same fact twice changes nothing."""
 
     def decide(self, now: int) -> list[Event]:
         """What to write next; it counts as done at once. `now` is in microseconds."""
@@ -25,6 +25,7 @@ class Planner(Protocol):
 
 def follow(
     planner: Planner,
+    run_id: str,
     log: Log,
     topics: Sequence[str],
     poll_seconds: float,
@@ -40,8 +41,9 @@ def follow(
         while not stop.is_set():
             deliveries = reader.poll(_EVENTS_MAX, poll_seconds)
             for delivery in deliveries:
-                if delivery.event is not None:  # what cannot be read is rejected by the stage that owns it
-                    planner.apply(delivery.event)
+                event = delivery.event  # None: what cannot be read is rejected by the stage that owns it
+                if event is not None and event.meta.run_id == run_id:
+                    planner.apply(event)
             pulse.count("events_read", len(deliveries))
             caught_up = caught_up or reader.caught_up()
             if caught_up:

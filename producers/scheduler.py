@@ -17,6 +17,7 @@ from producers.config import SchedulerSettings
 from producers.planner import follow
 from schemas.events import (
     BatchCut,
+    ControlIssued,
     Event,
     GroupCompleted,
     Meta,
@@ -36,7 +37,7 @@ from streams.log.connect import open_log
 from streams.log.protocol import Log
 from streams.rules.staleness import groups_allowed
 
-TOPICS_READ = ("tasks", "rollouts", "trajectories", "groups", "batches", "weights", "serving")
+TOPICS_READ = ("tasks", "rollouts", "trajectories", "groups", "batches", "weights", "serving", "control")
 _SENDER = "scheduler"
 
 
@@ -52,14 +53,14 @@ def run(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Eve
 def schedule(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Event, log: Log) -> None:
     """The program over any log."""
     plan = Plan(run, settings)
-    follow(plan, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(plan, pulse))
+    follow(plan, run.run_id, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(plan, pulse))
 
 
 def _tell(plan: "Plan", pulse: Pulse) -> None:
     pulse.gauge("running", plan.rollouts_running)
     pulse.gauge("waiting", plan.tasks_waiting)
     pulse.gauge("version", plan.version)
-    pulse.detail = (
+    pulse.detail = ("paused; " if plan.is_paused else "") + (
         f"groups: {plan.groups_accepted} accepted, {plan.groups_running} running, {plan.groups_budget} allowed"
     )
 
@@ -144,19 +145,15 @@ class Plan:
         self._version_served_max = -1
         self.version = -1
         "newest published version"
+        self.is_paused = False
 
     # what happened
 
-    def apply(self, event: Event) -> None:
-        """Takes note of a fact. The same fact twice, or facts of other runs, change nothing."""
-        if event.meta.run_id == self._run.run_id:
-            self._fold(event)
-
     @singledispatchmethod
-    def _fold(self, event: Event) -> None:
-        """Facts that scheduling does not depend on."""
+    def apply(self, event: Event) -> None:
+        """Takes note of a fact of the run; the same fact twice changes nothing. Scheduling depends on no other."""
 
-    @_fold.register
+    @apply.register
     def _(self, event: TaskSubmitted) -> None:
         ask = _Ask.of(event)
         if ask.task_id in self._known_tasks or ask.task_id in self._finished:
@@ -164,7 +161,7 @@ class Plan:
         self._known_tasks.add(ask.task_id)
         self._pending.setdefault((ask.purpose, ask.required_version), deque()).append(ask)
 
-    @_fold.register
+    @apply.register
     def _(self, event: RolloutRequested) -> None:
         ask = _Ask.of(event)
         if ask.purpose == "train" and ask.group_id not in self._completed:
@@ -182,7 +179,7 @@ class Plan:
             heapq.heappush(self._overdue, (due, ask.task_id, event.index, event.retry))
         self._unsettled.add(ask.task_id)
 
-    @_fold.register
+    @apply.register
     def _(self, event: TrajectoryAssembled) -> None:
         task_id = event.meta.task_id or ""
         group = None if event.meta.purpose == "replay" else self._group(task_id)
@@ -199,7 +196,7 @@ class Plan:
                 self._members_open[group.ask.purpose] -= 1
             self._finish_if_over(task_id, group, event.task.group_size)
 
-    @_fold.register
+    @apply.register
     def _(self, event: GroupCompleted) -> None:
         group_id = event.meta.group_id or ""
         if event.meta.purpose != "train" or group_id in self._completed:
@@ -209,21 +206,26 @@ class Plan:
         if event.dropped_because is None:
             self._accepted.add(group_id)
 
-    @_fold.register
+    @apply.register
     def _(self, event: BatchCut) -> None:
         self._stale.update(event.groups_stale)
 
-    @_fold.register
+    @apply.register
     def _(self, event: WeightsPublished) -> None:
         self.version = max(self.version, event.version)
 
-    @_fold.register
+    @apply.register
     def _(self, event: WeightsLoaded) -> None:
         if event.refusal is not None:
             self._serving.pop(event.server, None)  # what it serves now is not known to be verified
             return
         self._serving[event.server] = event.version
         self._version_served_max = max(self._version_served_max, event.version)
+
+    @apply.register
+    def _(self, event: ControlIssued) -> None:
+        if event.command in ("pause", "drain", "resume"):
+            self.is_paused = event.command != "resume"
 
     def _group(self, task_id: str) -> _Group | None:
         """The group of a task, new if it must be; None when it is over."""
@@ -240,8 +242,11 @@ class Plan:
     # what follows
 
     def decide(self, now: int) -> list[Event]:
-        """What to write next; it counts as done at once. `now` is in microseconds."""
+        """What to write next; it counts as done at once. `now` is in microseconds. While paused nothing is asked for,
+        and what runs goes on to its end."""
         events: list[Event] = []
+        if self.is_paused:
+            return events
         self._note_overdue(now)
         self._settle(now, events)
         self._repair(now, events)

@@ -60,7 +60,7 @@ def run(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event)
 def feed(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event, log: Log) -> None:
     """The program over any log."""
     feed = Feed(run, settings, tasks_of(run, settings, load_job(run.job.module)))
-    follow(feed, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(feed, pulse))
+    follow(feed, run.run_id, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(feed, pulse))
 
 
 def _tell(feed: "Feed", pulse: Pulse) -> None:
@@ -119,20 +119,15 @@ class Feed:
 
     # what happened
 
-    def apply(self, event: Event) -> None:
-        """Takes note of a fact. The same fact twice, or facts of other runs, change nothing."""
-        if event.meta.run_id == self._run.run_id:
-            self._fold(event)
-
     @singledispatchmethod
-    def _fold(self, event: Event) -> None:
-        """Facts that feeding does not depend on."""
+    def apply(self, event: Event) -> None:
+        """Takes note of a fact of the run; the same fact twice changes nothing. Feeding depends on no other."""
 
-    @_fold.register
+    @apply.register
     def _(self, event: TaskSubmitted) -> None:
         self._submitted.add(event.meta.task_id or "")
 
-    @_fold.register
+    @apply.register
     def _(self, event: TrajectoryAssembled) -> None:
         task_id = event.meta.task_id or ""
         if event.ended_by == "infra_error" or event.meta.purpose == "replay" or task_id in self._ended:
@@ -144,7 +139,7 @@ class Feed:
             self._ended.add(task_id)
             self._ended_by_session[event.meta.session_id or ""] += 1
 
-    @_fold.register
+    @apply.register
     def _(self, event: WeightsPublished) -> None:
         self.version = max(self.version, event.version)
 

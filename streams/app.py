@@ -87,7 +87,7 @@ class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
         await super().on_partitions_revoked(revoked)
         self.app.forget_states(revoked)
 
-    async def wait_first(self, *coros: Any, timeout: Any = None) -> WaitResults:
+    async def wait_first(self, *coros: Any, timeout: Any = None) -> WaitResults:  # noqa: ASYNC109 - its base has it
         """Faust gives each message four tasks, in case its stream is full or the flow is suspended meanwhile.
         A delivery that ends at its first step needs none of them."""
         if len(coros) != 2 or self.should_stop or self.suspend_flow.is_set():
@@ -280,7 +280,13 @@ class Stage:
             logger.warning("streams.rejected", hop=self._hop.name, address=str(address), reason=outcome.refused)
             facts.append(
                 rejected(
-                    self._run_id, self._hop.name, address, message.key, message.value, outcome.refused, now_microseconds()
+                    self._run_id,
+                    self._hop.name,
+                    address,
+                    message.key,
+                    message.value,
+                    outcome.refused,
+                    now_microseconds(),
                 )
             )
             self._pulse.count("rejected")

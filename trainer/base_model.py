@@ -30,7 +30,6 @@ _CARRIED = (
     "tokenizer.model",
 )
 _NORM_EPSILON = 1e-6
-_ROPE_THETA = 10000.0
 
 
 def base_model(settings: ModelSettings, job: Job, seed: int) -> dict[str, bytes]:
@@ -81,7 +80,7 @@ def _config(settings: ModelSettings, vocabulary_size: int, end: int | None) -> d
         "max_position_embeddings": settings.positions_max,
         "initializer_range": settings.initializer_range,
         "rms_norm_eps": _NORM_EPSILON,
-        "rope_theta": _ROPE_THETA,
+        "rope_theta": settings.rope_theta,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,

@@ -25,6 +25,8 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     "upper bound of the tokenizer: 256 bytes, role headers, tags, scaffold, and merges for the rest"
     initializer_range: float = 0.08
     "standard deviation of the initial weights"
+    rope_theta: float = 10000.0
+    "base of the rotations that tell positions apart; low for short episodes: then every pair tells near tokens apart"
     positions_max: int = 1024
     "longest sequence the model is declared for"
 

@@ -14,6 +14,8 @@ from producers.config import SchedulerSettings
 from producers.scheduler import Plan, schedule
 from schemas.events import (
     BatchCut,
+    Command,
+    ControlIssued,
     EndedBy,
     Event,
     GroupCompleted,
@@ -268,9 +270,27 @@ def test_finished_groups_leave_next_to_nothing_behind(run: Run) -> None:
     assert plan.decide(10**12) == []
 
 
-def test_other_runs_are_none_of_our_business(run: Run) -> None:
-    plan = ready(msgspec.structs.replace(run, run_id="another"), *tasks(3))
+def control(command: Command) -> ControlIssued:
+    meta = Meta(id=command, run_id=RUN_ID, category="control", topic="control", sender="operator", timestamp=0)
+    return ControlIssued(meta=meta, command=command, version=None, requested_by="operator", reason="")
+
+
+def test_nothing_is_asked_for_while_paused(run: Run) -> None:
+    plan = ready(run, *tasks(3))
+    plan.apply(control("pause"))
     assert plan.decide(0) == []
+    plan.apply(control("resume"))
+    assert len(asked(plan.decide(0))) == 9
+
+
+def test_other_runs_are_none_of_our_business(run: Run, tmp_path: Path) -> None:
+    log, _ = a_log(tmp_path)
+    for event in [published(1), loaded(1), *tasks(3)]:
+        log.append(event)
+    stop = threading.Event()
+    threading.Timer(0.4, stop.set).start()
+    schedule(msgspec.structs.replace(run, run_id="another"), SETTINGS, Pulse(), stop, log)
+    assert events_on(log, "rollouts") == []
 
 
 def test_the_program_catches_up_before_it_acts(run: Run, tmp_path: Path) -> None:
