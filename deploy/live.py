@@ -28,19 +28,21 @@ class View(Protocol):
 
 
 def view_for(console: Console, title: str, page_url: str) -> View:
-    return TerminalView(console, title, page_url) if console.is_terminal else PlainView(console)
+    return TerminalView(console, title, page_url) if console.is_terminal else PlainView(console, page_url)
 
 
 class PlainView:
     """One line a step; before the first step, one line whenever the work at hand has come a tenth further."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, page_url: str) -> None:
         self._console = console
+        self._page_url = page_url
         self._shown = ""
         self._steps = 0
         self._evaluated = -1
 
     def __enter__(self) -> "PlainView":
+        self._print(f"watch it on {self._page_url}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

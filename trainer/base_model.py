@@ -74,7 +74,7 @@ def _config(settings: ModelSettings, vocabulary_size: int, end: int | None) -> d
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
         "num_key_value_heads": settings.heads,
-        "head_dim": settings.hidden // settings.heads,
+        "head_dim": settings.head_width,
         "intermediate_size": settings.ffn,
         "vocab_size": vocabulary_size,
         "max_position_embeddings": settings.positions_max,
@@ -99,12 +99,13 @@ def _initial_weights(settings: ModelSettings, vocabulary_size: int, seed: int) -
     def drawn(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * settings.initializer_range
 
-    hidden, ffn = settings.hidden, settings.ffn
+    hidden, ffn, attention = settings.hidden, settings.ffn, settings.heads * settings.head_width
     weights = {"model.embed_tokens.weight": drawn(vocabulary_size, hidden)}
     for layer in range(settings.layers):
         prefix = f"model.layers.{layer}"
-        for part in "qkvo":
-            weights[f"{prefix}.self_attn.{part}_proj.weight"] = drawn(hidden, hidden)
+        for part in "qkv":
+            weights[f"{prefix}.self_attn.{part}_proj.weight"] = drawn(attention, hidden)
+        weights[f"{prefix}.self_attn.o_proj.weight"] = drawn(hidden, attention)
         weights[f"{prefix}.mlp.gate_proj.weight"] = drawn(ffn, hidden)
         weights[f"{prefix}.mlp.up_proj.weight"] = drawn(ffn, hidden)
         weights[f"{prefix}.mlp.down_proj.weight"] = drawn(hidden, ffn)

@@ -18,7 +18,9 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     layers: int = 3
     "transformer blocks"
     heads: int = 2
-    "attention heads; hidden / heads is the head size, which the server must support (32 works on CPU)"
+    "attention heads"
+    head_size: int | None = None
+    "width of a head, which the server must support (32 works on CPU); hidden / heads when not given"
     ffn: int = 192
     "width of the feed-forward layers"
     vocabulary_size: int = 500
@@ -31,9 +33,16 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     "longest sequence the model is declared for"
 
     def __post_init__(self) -> None:
-        _require(self.hidden % self.heads == 0, "hidden must be a multiple of heads")
-        _require((self.hidden // self.heads) % 2 == 0, "hidden / heads must be even: positions are rotations of pairs")
+        _require(
+            self.head_size is not None or self.hidden % self.heads == 0,
+            "hidden must be a multiple of heads, or head_size be given",
+        )
+        _require(self.head_width % 2 == 0, "the head size must be even: positions are rotations of pairs")
         _require(self.vocabulary_size >= 300, "vocabulary_size must be at least 300: bytes, headers and tags need it")
+
+    @property
+    def head_width(self) -> int:
+        return self.head_size or self.hidden // self.heads
 
 
 class SftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

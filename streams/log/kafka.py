@@ -56,7 +56,9 @@ def _consumer_settings(bootstrap_servers: str, group: str) -> dict[str, Any]:
         "isolation.level": "read_committed",
         "session.timeout.ms": 10_000,
         "max.poll.interval.ms": 20 * 60 * 1000,  # a worker with its hands full takes nothing new until a rollout ends
-        "fetch.wait.max.ms": 100,
+        # messages come one by one: fetched twenty times a second instead, they cost the broker a fraction of its work
+        "fetch.min.bytes": 64 * 1024,
+        "fetch.wait.max.ms": 50,
         "queued.max.messages.kbytes": 32 * 1024,
     }
 
@@ -190,7 +192,7 @@ class KafkaLog:
         if self._random_access is None:
             settings = _consumer_settings(self._bootstrap_servers, f"random-access-{uuid.uuid4()}")
             # a fetch that still waits for its last partition would hold the next one back
-            self._random_access = Consumer(settings | {"fetch.wait.max.ms": 10})
+            self._random_access = Consumer(settings | {"fetch.min.bytes": 1, "fetch.wait.max.ms": 10})
         wanted = set(offsets)
         self._random_access.assign([TopicPartition(topic, partition, offsets[0])])
         while wanted:
