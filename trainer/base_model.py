@@ -30,6 +30,7 @@ _CARRIED = (
     "tokenizer.model",
 )
 _NORM_EPSILON = 1e-6
+_ROPE_THETA = 10000.0
 
 
 def base_model(settings: ModelSettings, job: Job, seed: int) -> dict[str, bytes]:
@@ -74,13 +75,13 @@ def _config(settings: ModelSettings, vocabulary_size: int, end: int | None) -> d
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
         "num_key_value_heads": settings.heads,
-        "head_dim": settings.head_width,
+        "head_dim": settings.hidden // settings.heads,
         "intermediate_size": settings.ffn,
         "vocab_size": vocabulary_size,
         "max_position_embeddings": settings.positions_max,
         "initializer_range": settings.initializer_range,
         "rms_norm_eps": _NORM_EPSILON,
-        "rope_theta": settings.rope_theta,
+        "rope_theta": _ROPE_THETA,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -99,13 +100,12 @@ def _initial_weights(settings: ModelSettings, vocabulary_size: int, seed: int) -
     def drawn(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * settings.initializer_range
 
-    hidden, ffn, attention = settings.hidden, settings.ffn, settings.heads * settings.head_width
+    hidden, ffn = settings.hidden, settings.ffn
     weights = {"model.embed_tokens.weight": drawn(vocabulary_size, hidden)}
     for layer in range(settings.layers):
         prefix = f"model.layers.{layer}"
-        for part in "qkv":
-            weights[f"{prefix}.self_attn.{part}_proj.weight"] = drawn(attention, hidden)
-        weights[f"{prefix}.self_attn.o_proj.weight"] = drawn(hidden, attention)
+        for part in "qkvo":
+            weights[f"{prefix}.self_attn.{part}_proj.weight"] = drawn(hidden, hidden)
         weights[f"{prefix}.mlp.gate_proj.weight"] = drawn(ffn, hidden)
         weights[f"{prefix}.mlp.up_proj.weight"] = drawn(ffn, hidden)
         weights[f"{prefix}.mlp.down_proj.weight"] = drawn(hidden, ffn)

@@ -18,41 +18,30 @@ class ModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     layers: int = 3
     "transformer blocks"
     heads: int = 2
-    "attention heads"
-    head_size: int | None = None
-    "width of a head, which the server must support (32 works on CPU); hidden / heads when not given"
+    "attention heads; hidden / heads is the head size, which the server must support (32 works on CPU)"
     ffn: int = 192
     "width of the feed-forward layers"
     vocabulary_size: int = 500
     "upper bound of the tokenizer: 256 bytes, role headers, tags, scaffold, and merges for the rest"
     initializer_range: float = 0.08
     "standard deviation of the initial weights"
-    rope_theta: float = 10000.0
-    "base of the rotations that tell positions apart; low for short episodes: then every pair tells near tokens apart"
     positions_max: int = 1024
     "longest sequence the model is declared for"
 
     def __post_init__(self) -> None:
-        _require(
-            self.head_size is not None or self.hidden % self.heads == 0,
-            "hidden must be a multiple of heads, or head_size be given",
-        )
-        _require(self.head_width % 2 == 0, "the head size must be even: positions are rotations of pairs")
+        _require(self.hidden % self.heads == 0, "hidden must be a multiple of heads")
+        _require((self.hidden // self.heads) % 2 == 0, "hidden / heads must be even: positions are rotations of pairs")
         _require(self.vocabulary_size >= 300, "vocabulary_size must be at least 300: bytes, headers and tags need it")
-
-    @property
-    def head_width(self) -> int:
-        return self.head_size or self.hidden // self.heads
 
 
 class SftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The cold start on a teacher's trajectories. TOML section [trainer.sft]."""
 
-    steps: int = 1500
+    steps: int = 1400
     "optimizer steps"
     batch: int = 32
     "trajectories an optimizer step"
-    muon_learning_rate: float = 0.02
+    muon_learning_rate: float = 0.007
     "for the 2-D weights of the hidden layers"
     muon_momentum: float = 0.95
     "Nesterov momentum of Muon"
