@@ -18,7 +18,7 @@ from trainer.engines.protocol import GrpoBatch
 from trainer.engines.torch_engine import TorchEngine
 from trainer.sft import learning_rate_share
 
-SETTINGS = TrainerSettings(sft=SftSettings(steps=20, batch=6, warmup_steps=5))
+SETTINGS = TrainerSettings(sft=SftSettings(steps=20, batch=6, warmup_steps=5, muon_learning_rate=0.02))
 VERSION = 4
 
 
