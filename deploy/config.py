@@ -48,7 +48,7 @@ class HarnessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     heartbeat_seconds: float = 2.0
     "how often a program says on the log that it lives, and how it does"
-    stall_seconds: float = 300.0
+    stall_seconds: float = 60.0
     "a program that has work waiting and takes none for this long has stalled: it logs an error and its /healthz fails"
 
 

@@ -28,6 +28,8 @@ class Program:
     "who asks for work stops in wave 1, who does it in wave 2: nothing fails for want of a server that went first"
     stop_seconds_max: int = 30
     "time to drain before it is killed"
+    ends_when_stalled: bool = False
+    "whether work that waits and is not taken means that it hangs: then it is ended, and the supervisor starts it again"
 
     def load(self) -> RunFunction:
         """Imports the program, with all it needs."""
@@ -36,9 +38,11 @@ class Program:
 
 
 PROGRAMS: tuple[Program, ...] = (
-    Program("traces", "consumers.events_to_clickhouse", "keeps the trace store, serves SQL and the web page", 3),
+    Program(
+        "traces", "consumers.events_to_clickhouse", "keeps the trace store, serves SQL and the web page", 3, 30, True
+    ),
     Program("trainer", "trainer.loop", "makes weights from batches", 2, 60),
-    Program("streams", "streams.app", "assembles, scores and groups trajectories", 2),
+    Program("streams", "streams.app", "assembles, scores and groups trajectories", 2, 30, True),
     Program("cut", "streams.cut", "cuts groups into batches, exactly once", 2),
     Program("vllm", "consumers.vllm_server", "serves the policy", 2, 40),
     Program("reloader", "consumers.weights_to_vllm", "brings new weights to the servers", 2),

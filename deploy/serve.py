@@ -8,6 +8,7 @@ stall       work is waiting and none is taken: an error in the log, and /healthz
 """
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -46,7 +47,9 @@ def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) 
     stack ends it.
     """
     configure_logs(program.name)
-    harness = Harness(program.name, resolved.run_of(worker), resolved.config.harness.stall_seconds)
+    harness = Harness(
+        program.name, resolved.run_of(worker), resolved.config.harness.stall_seconds, program.ends_when_stalled
+    )
     harness.stop_on_signals()
     try:
         # before the health port opens: a program that cannot be imported must not look alive for a moment
@@ -118,7 +121,8 @@ class StallWatch:
 class Harness:
     """What surrounds one running program."""
 
-    def __init__(self, role: str, run: Run, stall_seconds: float) -> None:
+    def __init__(self, role: str, run: Run, stall_seconds: float, ends_when_stalled: bool = False) -> None:
+        self._ends_when_stalled = ends_when_stalled
         self.role = role
         self.run = run
         self.pulse = Pulse()
@@ -190,6 +194,9 @@ class Harness:
             logger.error(
                 "stalled", lag=figures.get("lag"), events_read=figures.get("events_read"), doing=self.pulse.detail
             )
+            if self._ends_when_stalled:
+                # at once: what hangs may not hear a polite word, and whatever it has not committed is read again
+                os._exit(1)
         elif self.stalled and not stalled:
             logger.info("goes on after a stall")
         self.stalled = stalled

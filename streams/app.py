@@ -4,24 +4,18 @@
 
 What is put right here, without forking (PARTS.md, Faust): partitions are sought before they are resumed after a
 recovery; an event that a hop refuses becomes a dead letter instead of vanishing; a delivery that need not wait does not
-cost four tasks; and state is written once a commit, after the facts that led to it, not once a message.
-
-A commit, in order: take the offsets and the states as they are now, flush the facts, write the states, flush them,
-commit the offsets. A worker killed in between repeats facts, which readers know by their ids, and loses none.
+cost four tasks; and state is written once a commit, after the facts that led to it, not once a message (streams.stage).
 """
 
 import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Coroutine, Generator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import faust
-import msgspec
 import structlog
 from faust.streams import _current_event
 from faust.tables.manager import TableManager
@@ -31,22 +25,26 @@ from faust.types import TP
 from mode.services import WaitResults
 
 from schemas.codec import Codec
-from schemas.errors import LogUnavailable, Undecodable
-from schemas.events import Address, Event
-from schemas.ids import now_microseconds
+from schemas.errors import LogUnavailable
+from schemas.events import Address, EventRejected
 from schemas.job import load_job
 from schemas.metrics import Pulse
 from schemas.run import Run
 from schemas.topics import PARTITIONS
 from streams.config import StreamsSettings
-from streams.dead_letter import RejectLimit, TooManyRejects, rejected
+from streams.dead_letter import TooManyRejects
 from streams.hops.flow import hops
-from streams.hops.hop import Hop, Outcome
+from streams.hops.hop import Hop
 from streams.log.connect import open_log
 from streams.log.kafka import KafkaLog
-from streams.log.protocol import Log
+from streams.log.protocol import Log, delivered
+from streams.stage import Change, Stage
 
 logger = structlog.get_logger()
+
+_LAG_SECONDS = 5.0
+_CHANGELOG_BUFFER_MESSAGES = 10_000
+"Above this no more is delivered until Faust has sent some: all states of a commit should fit."
 
 
 class OrderedRecovery(Recovery):  # type: ignore[misc]  # faust has no usable types
@@ -72,6 +70,10 @@ class OrderedTableManager(TableManager):  # type: ignore[misc]
 class IdempotentProducer(driver.Producer):  # type: ignore[misc]
     """Writes the changelogs; facts are written by our own log."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.buffer.max_messages = _CHANGELOG_BUFFER_MESSAGES
+
     def _settings_extra(self) -> dict[str, Any]:
         return {"acks": "all", "enable_idempotence": True}
 
@@ -88,63 +90,47 @@ class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
         self.app.forget_states(revoked)
 
     async def wait_first(self, *coros: Any, timeout: Any = None) -> WaitResults:  # noqa: ASYNC109 - its base has it
-        """Faust gives each message four tasks, in case its stream is full or the flow is suspended meanwhile.
-        A delivery that ends at its first step needs none of them."""
-        if len(coros) != 2 or self.should_stop or self.suspend_flow.is_set():
+        """Faust gives each message four tasks, in case the delivery has to wait and the flow is suspended meanwhile.
+        One that cannot have to wait needs none of them."""
+        if len(coros) != 2 or not self.app.can_deliver_at_once():
             return await super().wait_first(*coros, timeout=timeout)
         delivery, suspension = coros
-        try:
-            awaited = delivery.send(None)
-        except StopIteration as done:
-            suspension.close()
-            return WaitResults([delivery], [done.value], False)
-        return await super().wait_first(_Rest(delivery, awaited), suspension, timeout=timeout)
-
-
-class _Rest:
-    """The rest of a coroutine that was begun by hand and now waits for something."""
-
-    def __init__(self, begun: Coroutine[Any, Any, Any], awaited: Any) -> None:
-        self._begun = begun
-        self._awaited = awaited
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        awaited = self._awaited
-        while True:
-            try:
-                sent = yield awaited
-            except BaseException as error:
-                step = partial(self._begun.throw, error)
-            else:
-                step = partial(self._begun.send, sent)
-            try:
-                awaited = step()
-            except StopIteration as done:
-                return done.value
+        suspension.close()
+        return WaitResults([delivery], [await delivery], False)
 
 
 class StreamsApp(faust.App):  # type: ignore[misc]
-    """A Faust app that knows its stages."""
+    """A Faust app that knows where facts go and whose states to keep."""
 
     facts: Log
-    stages: "list[Stage]"
+    agents_at_work: "list[Agent]"
     failed: "asyncio.Future[None]"
+
+    def can_deliver_at_once(self) -> bool:
+        """True when nothing that a delivery may wait for has to be waited for."""
+        buffer = self.producer.buffer
+        return (
+            self.flow_control.is_active()
+            and not self.consumer.suspend_flow.is_set()
+            and buffer.size <= buffer.max_messages
+            and all(agent.has_room for agent in self.agents_at_work)
+        )
 
     async def keep_states(self) -> None:
         """Called when a commit is due. What is processed meanwhile belongs to the next one."""
-        for stage in self.stages:
-            stage.begin_to_keep()
+        for agent in self.agents_at_work:
+            agent.begin_to_keep()
         try:
             await asyncio.to_thread(self.facts.flush)
         except LogUnavailable as error:
             self.fail(error)
             raise
-        for stage in self.stages:
-            stage.keep()
+        for agent in self.agents_at_work:
+            agent.keep()
 
     def forget_states(self, revoked: set[TP]) -> None:
-        for stage in self.stages:
-            stage.forget(revoked)
+        for agent in self.agents_at_work:
+            agent.forget(revoked)
 
     def fail(self, error: Exception) -> None:
         """The program ends with this error; what was not committed is read again after the restart."""
@@ -169,19 +155,32 @@ async def _serve(run: Run, settings: StreamsSettings, pulse: Pulse, stop: thread
     app = make_app(run, settings, log, failed)
     for hop in hops(load_job(run.job.module).scorers, settings.advantage):
         if hop.name in settings.hops:
-            app.stages.append(Stage(app, hop, log.codec, run.run_id, settings, pulse))
+            app.agents_at_work.append(Agent(app, hop, log.codec, run.run_id, settings, pulse))
     await app.start()
+    watching = asyncio.ensure_future(_watch_lag(run, log, [agent.reads for agent in app.agents_at_work], pulse))
     stopping = asyncio.ensure_future(asyncio.to_thread(stop.wait))
     told = asyncio.wait([cast("asyncio.Future[Any]", stopping), failed], return_when=asyncio.FIRST_COMPLETED)
     try:
         await app.wait(told)  # returns also when a part of Faust has crashed, of which it says nothing by itself
     finally:
         stop.set()
+        watching.cancel()
         await app.stop()
     if failed.done():
         failed.result()
     if app.crash_reason is not None:
         raise app.crash_reason
+
+
+async def _watch_lag(run: Run, log: KafkaLog, topics: list[str], pulse: Pulse) -> None:
+    """Tells how much waits, so that whoever runs the program can see that none of it is taken any more."""
+    while True:
+        await asyncio.sleep(_LAG_SECONDS)
+        try:
+            lags = await asyncio.to_thread(log.lag, f"streams-{run.run_id}", topics)
+            pulse.gauge("lag", sum(lags.values()))
+        except LogUnavailable as error:
+            logger.warning("lag unknown", reason=str(error))
 
 
 def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Future[None]") -> StreamsApp:
@@ -208,58 +207,35 @@ def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Fut
         TableManager=OrderedTableManager,
         worker_redirect_stdouts=False,
     )
-    app.facts, app.failed, app.stages = log, failed, []
+    app.facts, app.failed, app.agents_at_work = log, failed, []
     app.transport.Consumer = KeepingConsumer
     app.producer_transport.Producer = IdempotentProducer
     return app
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A state that is not written yet."""
-
-    cause: Any
-    "the Faust event that led to it: a table finds its partition by it"
-    state: msgspec.Struct | None
-    "None = forget the key"
-
-    @property
-    def partition(self) -> int:
-        return int(self.cause.message.partition)
-
-
-class Stage:
-    """One hop as a Faust agent: decode, step, write what follows, remember the state until the next commit."""
+class Agent:
+    """A stage as a Faust agent with a Faust table."""
 
     def __init__(
         self, app: StreamsApp, hop: Hop, codec: Codec, run_id: str, settings: StreamsSettings, pulse: Pulse
     ) -> None:
+        self.reads = hop.reads
         self._app = app
-        self._hop = hop
         self._codec = codec
-        self._run_id = run_id
         self._pulse = pulse
-        self._limit = RejectLimit(hop.name, settings.rejects_share_max)
-        self._changed: dict[bytes, Change] = {}
-        "since the last commit began"
-        self._being_kept: dict[bytes, Change] = {}
-        "by the commit under way"
-        self._table: Any = self._make_table(settings) if hop.state_class is not None else None
+        self._queue: Any = None
+        self._table: Any = _table(app, hop, settings) if hop.state_class is not None else None
+        self._stage = Stage(hop, run_id, lambda key: self._table.get(key), settings.rejects_share_max)
         source = app.topic(hop.reads, key_type=bytes, value_type=bytes)
         app.agent(source, name=hop.name, concurrency=1)(self._process)
 
-    def _make_table(self, settings: StreamsSettings) -> Any:
-        return self._app.Table(
-            f"{self._hop.name}-state",
-            key_type=bytes,
-            value_type=bytes,
-            partitions=PARTITIONS,
-            options={"block_cache_size": settings.state_cache_bytes, "write_buffer_size": 8 * 1024 * 1024},
-        )
-
-    # a message
+    @property
+    def has_room(self) -> bool:
+        """Whether one more message surely fits into the queue of the stream."""
+        return self._queue is not None and self._queue.qsize() < self._queue.maxsize // 2
 
     async def _process(self, stream: Any) -> None:
+        self._queue = stream.channel.queue
         async for event in stream.events():
             try:
                 self._take(event)
@@ -273,77 +249,40 @@ class Stage:
         message = cause.message
         address = Address(message.topic, message.partition, message.offset)
         with self._pulse.busy():
-            outcome = self._outcome(address, cause)
-        self._pulse.count("events_read")
-        facts: list[Event] = list(outcome.events)
-        if outcome.refused is not None:
-            logger.warning("streams.rejected", hop=self._hop.name, address=str(address), reason=outcome.refused)
-            facts.append(
-                rejected(
-                    self._run_id,
-                    self._hop.name,
-                    address,
-                    message.key,
-                    message.value,
-                    outcome.refused,
-                    now_microseconds(),
-                )
-            )
-            self._pulse.count("rejected")
+            facts = self._stage.take(delivered(self._codec, address, message.key, message.value), cause)
         for fact in facts:
             self._app.facts.append(fact)
+        self._pulse.count("events_read")
         self._pulse.count("events_written", len(facts))
-        self._limit.count(outcome.refused is not None)
-
-    def _outcome(self, address: Address, cause: Any) -> Outcome:
-        """What the hop makes of a message. The state it leads to is remembered."""
-        try:
-            event = self._codec.decode(cause.message.value, address.topic)
-        except Undecodable as error:
-            return Outcome(refused=str(error))
-        key = self._hop.key(event)
-        if key is None or event.meta.run_id != self._run_id:
-            return Outcome()
-        if self._table is None:
-            return self._hop.step(None, event, address)
-        before = self._state(key.encode())
-        outcome = self._hop.step(before, event, address)
-        if outcome.state is not before:
-            self._changed[key.encode()] = Change(cause, outcome.state)
-        return outcome
-
-    def _state(self, key: bytes) -> msgspec.Struct | None:
-        change = self._changed.get(key) or self._being_kept.get(key)
-        if change is not None:
-            return change.state
-        stored = self._table.get(key)
-        state_class = cast(type[msgspec.Struct], self._hop.state_class)
-        return None if stored is None else msgspec.msgpack.decode(stored, type=state_class)
-
-    # a commit
+        self._pulse.count("rejected", sum(isinstance(fact, EventRejected) for fact in facts))
 
     def begin_to_keep(self) -> None:
-        """What has changed up to here is written by the commit that begins now."""
-        self._being_kept |= self._changed
-        self._changed = {}
+        self._stage.begin_to_keep()
 
     def keep(self) -> None:
-        """Writes what was to be kept to the table and, by Faust, to its changelog."""
-        kept, self._being_kept = self._being_kept, {}
-        for key, change in kept.items():
-            token = _current_event.set(weakref.ref(change.cause))
-            if change.state is not None:
-                self._table[key] = msgspec.msgpack.encode(change.state)
-            else:
-                self._table.pop(key, None)
-            _current_event.reset(token)
+        self._stage.keep(self._write)
 
     def forget(self, revoked: set[TP]) -> None:
-        """Another worker has these partitions now, or this one reads them again from the last commit."""
-        partitions = {place.partition for place in revoked if place.topic == self._hop.reads}
-        for changes in (self._changed, self._being_kept):
-            for key in [key for key, change in changes.items() if change.partition in partitions]:
-                del changes[key]
+        self._stage.forget(revoked)
+
+    def _write(self, key: bytes, change: Change) -> None:
+        """To the table and, by Faust, to its changelog."""
+        token = _current_event.set(weakref.ref(change.cause))  # a table finds its partition by the event at hand
+        if (encoded := change.encoded) is not None:
+            self._table[key] = encoded
+        else:
+            self._table.pop(key, None)
+        _current_event.reset(token)
+
+
+def _table(app: StreamsApp, hop: Hop, settings: StreamsSettings) -> Any:
+    return app.Table(
+        f"{hop.name}-state",
+        key_type=bytes,
+        value_type=bytes,
+        partitions=PARTITIONS,
+        options={"block_cache_size": settings.state_cache_bytes, "write_buffer_size": 8 * 1024 * 1024},
+    )
 
 
 __all__ = ["TooManyRejects", "run"]

@@ -49,16 +49,17 @@ class GroupRewards:
         state = _with_reward(state, event, event.meta.attempt_id)
         if len(state.filled) < event.group_size:
             return Outcome(state)
-        return Outcome(Gathering(completed=True), (self._completed(state, event),))
+        return Outcome(Gathering(completed=True), (self._completed(state),))
 
-    def _completed(self, state: Gathering, last: RewardAssigned) -> GroupCompleted:
+    def _completed(self, state: Gathering) -> GroupCompleted:
         chosen = [list(state.members[index][state.filled[index]].values()) for index in sorted(state.filled)]
         valid = [_total(rewards) for rewards in chosen if _is_valid(rewards)]
         dropped = teaches_nothing(valid)
         by_valid = iter(advantages(valid, self._advantage) if dropped is None else [0.0] * len(valid))
         members = [_member(rewards, next(by_valid) if _is_valid(rewards) else 0.0) for rewards in chosen]
         return GroupCompleted(
-            meta=_meta(last, members),
+            # whichever reward came last, the fact is the same: the newest one stands for all
+            meta=_meta(max((reward for rewards in chosen for reward in rewards), key=_age), members),
             scorer_set="+".join(sorted(f"{reward.scorer}:{reward.scorer_version}" for reward in chosen[0])),
             members=members,
             reward_mean=mean(valid),
@@ -98,6 +99,10 @@ def _member(rewards: list[RewardAssigned], advantage: float) -> GroupMember:
         tokens_sampled=first.tokens_sampled,
         policy_version_oldest=first.policy_version_oldest,
     )
+
+
+def _age(reward: RewardAssigned) -> tuple[int, str]:
+    return reward.meta.timestamp, reward.meta.id
 
 
 def _meta(last: RewardAssigned, members: list[GroupMember]) -> Meta:

@@ -21,10 +21,10 @@ from confluent_kafka.admin._listoffsets import OffsetSpec
 from confluent_kafka.cimpl import NewTopic
 
 from schemas.codec import Codec
-from schemas.errors import BadInput, Fenced, LogUnavailable, Undecodable
+from schemas.errors import BadInput, Fenced, LogUnavailable
 from schemas.events import Address, Event, Position
 from schemas.topics import TOPICS, topic_of
-from streams.log.protocol import Delivery, Reader
+from streams.log.protocol import Delivery, Reader, delivered
 
 _ASK_SECONDS = 20.0
 _READ_AHEAD_OFFSETS = 512
@@ -242,7 +242,10 @@ class KafkaReader:
             self._consumer.subscribe(self._topics, on_lost=self._forget, on_revoke=self._forget)
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
-        return [self._delivery(message) for message in self.poll_messages(events_max, timeout_seconds)]
+        return [
+            delivered(self._codec, _address(message), message.key(), message.value() or b"")
+            for message in self.poll_messages(events_max, timeout_seconds)
+        ]
 
     def poll_messages(self, messages_max: int, timeout_seconds: float) -> list[Message]:
         """What has arrived, not decoded."""
@@ -316,14 +319,6 @@ class KafkaReader:
         for partition in partitions:
             self._next.pop((partition.topic, partition.partition), None)
             self._ends_seen.pop((partition.topic, partition.partition), None)
-
-    def _delivery(self, message: Message) -> Delivery:
-        value = message.value() or b""
-        try:
-            event, undecodable = self._codec.decode(value, str(message.topic())), None
-        except Undecodable as error:
-            event, undecodable = None, str(error)
-        return Delivery(_address(message), message.key(), value, event, undecodable)
 
 
 class KafkaTransactor:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from schemas.codec import Codec
-from schemas.errors import Fenced, Undecodable
+from schemas.errors import Fenced
 from schemas.events import Address, Event, Position
 from schemas.topics import TOPICS, topic_of
 from streams.log.partitioner import partition_of
-from streams.log.protocol import Delivery, Reader
+from streams.log.protocol import Delivery, Reader, delivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +145,13 @@ class MemoryReader:
         self._polled: set[tuple[str, int]] = set()
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
-        fetched = self._log.fetch(self._next, events_max, timeout_seconds)
+        return self._deliveries(self._log.fetch(self._next, events_max, timeout_seconds))
+
+    def _deliveries(self, fetched: list[tuple[Address, _Stored]]) -> list[Delivery]:
         for address, _ in fetched:
             self._next[address.topic, address.partition] = address.offset + 1
             self._polled.add((address.topic, address.partition))
-        return [self._delivery(address, stored) for address, stored in fetched]
+        return [delivered(self._log.codec, address, stored.key, stored.value) for address, stored in fetched]
 
     def commit(self, positions: Sequence[Position] | None = None) -> None:
         if self._group is not None:
@@ -171,13 +173,6 @@ class MemoryReader:
 
     def close(self) -> None:
         """Nothing to let go of."""
-
-    def _delivery(self, address: Address, stored: _Stored) -> Delivery:
-        try:
-            event, undecodable = self._log.codec.decode(stored.value, address.topic), None
-        except Undecodable as error:
-            event, undecodable = None, str(error)
-        return Delivery(address, stored.key, stored.value, event, undecodable)
 
 
 class MemoryTransactor:

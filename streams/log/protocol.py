@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from schemas.codec import Codec
+from schemas.errors import Undecodable
 from schemas.events import Address, Event, Position
 
 
@@ -20,6 +22,14 @@ class Delivery:
     value: bytes
     event: Event | None
     undecodable: str | None
+
+
+def delivered(codec: Codec, address: Address, key: bytes | None, value: bytes) -> Delivery:
+    """A message of the log, decoded if it can be."""
+    try:
+        return Delivery(address, key, value, codec.decode(value, address.topic), None)
+    except Undecodable as error:
+        return Delivery(address, key, value, None, str(error))
 
 
 class Reader(Protocol):
