@@ -1,0 +1,261 @@
+"""All hops over the log in memory, under a seeded scheduler that kills and restarts programs, and an oracle.
+
+    rollouts ─► messages ─► streams (assemble, score, group) ─► groups ─► cut ─► batches
+
+One call of `simulate` is one run of the field with everything that may go wrong. The oracle takes the messages that the
+run left, derives everything from them without any trouble, and compares fact by fact and byte by byte. What a disturbed
+run adds are repetitions, and a fact that is repeated must say the same.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.events import Address, BatchCut, Event, GroupCompleted
+from schemas.metrics import Pulse
+from schemas.registry import MemoryRegistry
+from streams.config import CutSettings
+from streams.cut import Cutter, restored
+from streams.driver import Driver
+from streams.hops.flow import hops
+from streams.hops.groups_to_batches import CutGroups
+from streams.log.memory import MemoryLog
+from streams.stage import Change, Stage
+from tests.flow.synthetic import rollout
+from tests.simulation.troubled_log import Fate, Killed, Nothing, TroubledLog, TroubledReader
+
+RUN_ID = "simulated"
+GROUPS = 5
+GROUP_SIZE = 2
+GROUPS_PER_BATCH = 2
+_CODEC = Codec(MemoryRegistry(), Blobs("memory://"))
+
+
+class Program:
+    """One life of a program. `advance` does a little work; it raises Nothing when there is none."""
+
+    def __init__(self, log: TroubledLog) -> None:
+        self.log = log
+
+    def advance(self) -> None: ...
+
+
+class Rollouts(Program):
+    """Plays what has not ended, message by message; a killed attempt is played again as another attempt."""
+
+    def __init__(self, log: TroubledLog, plays: "Plays") -> None:
+        super().__init__(log)
+        self._plays = plays
+        self._messages: Iterator[Event] = iter(())
+        self._playing: tuple[int, int] | None = None
+
+    def advance(self) -> None:
+        message = next(self._messages, None)
+        if message is not None:
+            self.log.append(message)
+            return
+        self.log.flush()
+        if self._playing is not None:
+            self._plays.ended.add(self._playing)  # as a committed offset of the request would say
+        self._playing = self._plays.next_unended()
+        if self._playing is None:
+            raise Nothing
+        self._messages = iter(self._plays.attempt(*self._playing))
+
+
+@dataclass
+class Plays:
+    """What was asked for, and which of it has ended."""
+
+    chance: random.Random
+    ended: set[tuple[int, int]]
+    attempts: int = 0
+
+    def next_unended(self) -> tuple[int, int] | None:
+        left = [(g, m) for g in range(GROUPS) for m in range(GROUP_SIZE) if (g, m) not in self.ended]
+        return self.chance.choice(left) if left else None
+
+    def attempt(self, group: int, member: int) -> list[Event]:
+        self.attempts += 1
+        answer = self.chance.choice(("7", "8"))
+        return rollout(
+            group, member, attempt=self.attempts, answer=answer, group_size=GROUP_SIZE, run_id=RUN_ID, version=0
+        )
+
+
+class Streams(Program):
+    """What the Faust app does with its stages: take, and now and then commit."""
+
+    def __init__(self, log: TroubledLog, stores: dict[str, dict[bytes, bytes]]) -> None:
+        super().__init__(log)
+        self._stores = stores
+        self._at_work: list[tuple[Stage, TroubledReader]] = []
+        for hop in hops((), "standardised"):
+            reader = log.reader([hop.reads], f"streams-{hop.name}")
+            assert isinstance(reader, TroubledReader)
+            stage = Stage(hop, RUN_ID, stores.setdefault(hop.name, {}).get, now=lambda: 0)
+            self._at_work.append((stage, reader))
+
+    def advance(self) -> None:
+        fate = self.log.fate
+        idle = 0
+        for stage, reader in self._at_work:
+            if fate.happens(0.05):
+                stage.forget(reader.go_back())
+            try:
+                for delivery in reader.poll(100, 0.0):
+                    for fact in stage.take(delivery):
+                        self.log.append(fact)
+            except Nothing:
+                idle += 1
+        if fate.happens(0.3) or idle == len(self._at_work):
+            self.commit()
+        if idle == len(self._at_work):
+            raise Nothing
+
+    def commit(self) -> None:
+        """In the order of streams.stage."""
+        self.log.flush()
+        self.keep_states()
+        self.commit_offsets()
+
+    def keep_states(self) -> None:
+        for stage, _ in self._at_work:
+            stage.begin_to_keep()
+            stage.keep(self._writer(self._stores[stage.hop.name]))
+
+    def commit_offsets(self) -> None:
+        for _, reader in self._at_work:
+            reader.commit()
+
+    def _writer(self, store: dict[bytes, bytes]) -> Callable[[bytes, Change], None]:
+        def write(key: bytes, change: Change) -> None:
+            self.log.fate.may_kill()
+            if (encoded := change.encoded) is None:
+                store.pop(key, None)
+            else:
+                store[key] = encoded
+
+        return write
+
+
+class Cut(Program):
+    """The cutter itself, for as long as there is something to read."""
+
+    def __init__(self, log: TroubledLog) -> None:
+        super().__init__(log)
+        self._cutter = Cutter(log, cutting(), RUN_ID, CutSettings(), Pulse())
+
+    def advance(self) -> None:
+        self._cutter.run_until(threading.Event())
+
+
+def cutting() -> CutGroups:
+    return CutGroups(RUN_ID, GROUPS_PER_BATCH, staleness_max=4, first_version=0)
+
+
+@dataclass
+class Simulated:
+    """What a simulation left behind."""
+
+    log: MemoryLog
+    fate: Fate
+    attempts: int
+
+
+def simulate(seed: int, streams: type[Streams] = Streams) -> Simulated:
+    """One run of the field with trouble, until everything has ended and nothing is left to read."""
+    chance = random.Random(seed)
+    fate = Fate(chance, kill_share=chance.choice((0.0, 0.005, 0.02, 0.06)))
+    log = MemoryLog(_CODEC)
+    plays = Plays(chance, set())
+    stores: dict[str, dict[bytes, bytes]] = {}
+    births: list[Callable[[TroubledLog], Program]] = [
+        lambda troubled: Rollouts(troubled, plays),
+        lambda troubled: streams(troubled, stores),
+        Cut,
+    ]
+    lives: list[Program | None] = [None] * len(births)
+    idle = 0
+    while idle < 40:  # every program has said several times that it has nothing to do
+        which = chance.randrange(len(births))
+        troubled = TroubledLog(log, fate)
+        try:
+            program = lives[which]
+            if program is None:
+                program = lives[which] = births[which](troubled)
+            troubled = program.log
+            for _ in range(chance.randint(1, 10)):
+                program.advance()
+                idle = 0
+        except Nothing:
+            idle += 1
+        except Killed:
+            troubled.die()
+            lives[which] = None
+            idle = 0
+    return Simulated(log, fate, plays.attempts)
+
+
+def check(simulated: Simulated) -> None:
+    """The oracle. Raises AssertionError."""
+    quiet = MemoryLog(_CODEC)
+    for delivery in simulated.log.reader(["messages"]).poll(10**6, 0.0):
+        quiet.append_bytes("messages", delivery.key or b"", delivery.value)
+    Driver(quiet, hops((), "standardised"), RUN_ID).run_until_caught_up()
+    for topic in ("trajectories", "rewards", "groups"):
+        found, expected = facts(simulated.log, topic), facts(quiet, topic)
+        assert found == expected, f"{topic}: {len(found)} facts where {len(expected)} follow from the messages"
+    assert simulated.log.count(["dead-letters"]) == quiet.count(["dead-letters"])
+    _check_batches(simulated.log)
+
+
+def facts(log: MemoryLog, topic: str) -> dict[str, bytes]:
+    """Every fact of a topic by id. Addresses are replaced by what stands there: repetitions move them."""
+    found: dict[str, bytes] = {}
+    for delivery in log.reader([topic]).poll(10**6, 0.0):
+        assert delivery.event is not None, delivery.undecodable
+        said = msgspec.json.encode(_without_addresses(log, delivery.event))
+        assert found.setdefault(delivery.event.meta.id, said) == said, f"{topic}: a repetition that says otherwise"
+    return found
+
+
+def _without_addresses(log: MemoryLog, event: Event) -> object:
+    def replaced(value: object) -> object:
+        match value:
+            case {"topic": str(topic), "partition": int(partition), "offset": int(offset), **rest} if not rest:
+                (there,) = log.read_at([Address(topic, partition, offset)])
+                return there.meta.id
+            case dict():
+                return {name: replaced(inner) for name, inner in value.items()}
+            case list():
+                return [replaced(inner) for inner in value]
+        return value
+
+    return replaced(msgspec.to_builtins(event))
+
+
+def _check_batches(log: MemoryLog) -> None:
+    """Every group that teaches is in one batch or waits for the next; batches are whole, once each and in order."""
+    groups = {e.meta.group_id or "": e for e in _events(log, "groups") if isinstance(e, GroupCompleted)}
+    batches = [event for event in _events(log, "batches") if isinstance(event, BatchCut)]
+    assert [batch.index for batch in batches] == list(range(len(batches)))
+    cut = [group for batch in batches for group in batch.groups]
+    assert len(cut) == len(set(cut)), "a group is in two batches"
+    live = {group_id for group_id, group in groups.items() if group.dropped_because is None}
+    assert set(cut) <= live
+    assert len(live - set(cut)) < GROUPS_PER_BATCH, "groups wait although a batch could be cut"
+    for batch in batches:
+        assert len(batch.groups) == GROUPS_PER_BATCH
+        wanted = [member.trajectory_id for group in batch.groups for member in groups[group].members if member.valid]
+        assert [member.trajectory_id for member in batch.members] == wanted
+    assert restored(log, cutting(), RUN_ID).index_next == len(batches)
+
+
+def _events(log: MemoryLog, topic: str) -> list[Event]:
+    return [d.event for d in log.reader([topic]).poll(10**6, 0.0) if d.event is not None]

@@ -1,0 +1,69 @@
+"""Short form of the simulation; `make torture` runs thousands of seeds. A seed that fails prints itself:
+
+python -m tests.simulation 4711
+"""
+
+import pytest
+
+from tests.simulation.simulator import Streams, check, simulate
+
+SEEDS = 200
+SEEDS_FOR_A_FAULT = 60
+
+
+class StateBeforeFacts(Streams):
+    def commit(self) -> None:
+        self.keep_states()
+        self.log.flush()
+        self.commit_offsets()
+
+
+class OffsetsBeforeState(Streams):
+    def commit(self) -> None:
+        self.log.flush()
+        self.commit_offsets()
+        self.keep_states()
+
+
+class OffsetsBeforeFacts(Streams):
+    def commit(self) -> None:
+        self.commit_offsets()
+        self.log.flush()
+        self.keep_states()
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 20))
+def test_trouble_changes_nothing(first: int) -> None:
+    for seed in range(first, first + 20):
+        try:
+            check(simulate(seed))
+        except AssertionError as error:
+            error.add_note(f"seed {seed}: python -m tests.simulation {seed}")
+            raise
+
+
+def test_there_is_trouble() -> None:
+    """Or the test above would prove nothing."""
+    simulated = [simulate(seed) for seed in range(20)]
+    assert sum(one.fate.kills for one in simulated) > 20
+    assert max(one.attempts for one in simulated) > 10
+
+
+@pytest.mark.parametrize("faulty", [StateBeforeFacts, OffsetsBeforeState, OffsetsBeforeFacts])
+def test_any_other_order_of_a_commit_is_noticed(faulty: type[Streams]) -> None:
+    def fails(seed: int) -> bool:
+        try:
+            check(simulate(seed, faulty))
+        except AssertionError:
+            return True
+        return False
+
+    assert any(fails(seed) for seed in range(SEEDS_FOR_A_FAULT))
+
+
+def test_a_lost_fact_is_noticed() -> None:
+    simulated = simulate(1)
+    partition = next(p for (topic, p), messages in simulated.log._partitions.items() if topic == "rewards" and messages)
+    simulated.log._partitions["rewards", partition].pop()
+    with pytest.raises(AssertionError, match="rewards"):
+        check(simulated)
