@@ -1,7 +1,6 @@
 """How far each stage is behind the log, asked now and then in a thread of its own, so that nobody waits for a broker."""
 
 import threading
-from collections.abc import Sequence
 
 import structlog
 
@@ -16,7 +15,7 @@ _EVERY_SECONDS = 5.0
 _log = structlog.get_logger(__name__)
 
 # stage, consumer group, the topics it is behind on; one question a group
-_GROUPS: tuple[tuple[str, dict[str, str]], ...] = (
+GROUPS: tuple[tuple[str, dict[str, str]], ...] = (
     ("rollouts", {"rollouts": "rollouts"}),
     ("streams", {"messages": "assemble", "trajectories": "score", "rewards": "group"}),
     ("cut", {"groups": "cut"}),
@@ -61,11 +60,7 @@ class LagWatch:
 def lags_of(log: Log, run_id: str) -> dict[str, int]:
     """Messages that each stage has not taken yet, in the order of the flow."""
     lags: dict[str, int] = {}
-    for group, stages in _GROUPS:
-        for topic, lag in log.lag(f"{group}-{run_id}", _names(stages)).items():
-            lags[stages[topic]] = lags.get(stages[topic], 0) + lag
+    for group, stages in GROUPS:
+        for topic, standing in log.standing(f"{group}-{run_id}", list(stages)).items():
+            lags[stages[topic]] = lags.get(stages[topic], 0) + standing.lag
     return lags
-
-
-def _names(stages: dict[str, str]) -> Sequence[str]:
-    return list(stages)

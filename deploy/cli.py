@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deploy.operate import commands
+from deploy.options import RUNS, Runs, console
+from deploy.options import say as _say
 from schemas.errors import BadInput, ReplaygroundError
 
 if TYPE_CHECKING:
@@ -29,11 +31,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-console = Console()
-
 Config = Annotated[Path | None, typer.Argument(help="TOML file of the job; without it, the Stockroom job.")]
 Seed = Annotated[int, typer.Option(help="Seed of tasks, sampling and the first weights.")]
-Runs = Annotated[Path, typer.Option(envvar="REPLAYGROUND_RUNS", help="Folder that holds the data of runs.")]
 Resume = Annotated[
     bool | None,
     typer.Option(
@@ -42,7 +41,6 @@ Resume = Annotated[
         "Without either: go on when there is one.",
     ),
 ]
-RUNS = Path("runs")
 
 
 def main() -> None:
@@ -221,6 +219,11 @@ def sql(
     _print_answer(answer)
 
 
+app.command()(commands.tail)
+app.command()(commands.lag)
+app.add_typer(commands.dead_letters, name="dead-letters")
+
+
 @app.command()
 def serve(
     program: Annotated[
@@ -247,11 +250,6 @@ def serve(
     from deploy.serve import serve as serve_program
 
     raise typer.Exit(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program, folder / REASON_FILE))
-
-
-def _say(text: str) -> None:
-    """Prints text as it is: no markup, no colours of its own, no line breaks put in."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _start(

@@ -1,9 +1,14 @@
-"""Writes schemas/avro/NN_*.avsc from the event classes: `python -m schemas.generate`."""
+"""Writes schemas/avro/NN_*.avsc from the event classes.
+
+python -m schemas.generate                  after a change of schemas/events.py
+python -m schemas.generate release 0.2.0    when a version is released: every later one must read it and be read by it
+"""
 
 import ast
 import inspect
 import json
 import re
+import sys
 import types
 from functools import cache
 from pathlib import Path
@@ -16,6 +21,8 @@ from schemas.events import EVENTS, Event
 
 NAMESPACE = "replayground"
 AVRO_FOLDER = Path(__file__).parent / "avro"
+RELEASED_FOLDER = AVRO_FOLDER / "released"
+"A folder for every version that was ever released. They are never changed: somewhere a log holds events of each."
 _PRIMITIVES: dict[type, str] = {str: "string", int: "long", float: "double", bool: "boolean", bytes: "bytes"}
 
 Schema = dict[str, Any] | list[Any] | str
@@ -91,11 +98,20 @@ def _docs_of(node: ast.ClassDef) -> dict[str, str]:
     return docs
 
 
-def main() -> None:
-    AVRO_FOLDER.mkdir(exist_ok=True)
+def write(folder: Path) -> None:
     for event_class in EVENTS:
-        file_of(event_class).write_text(rendered(event_class))
+        (folder / file_of(event_class).name).write_text(rendered(event_class))
+
+
+def release(version: str) -> None:
+    """Keeps the schemas of a version for good. A version that is there already is never written again."""
+    folder = RELEASED_FOLDER / version
+    folder.mkdir(parents=True)
+    write(folder)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["release"]:
+        release(sys.argv[2])
+    else:
+        write(AVRO_FOLDER)

@@ -177,8 +177,8 @@ async def _watch_lag(run: Run, log: KafkaLog, topics: list[str], pulse: Pulse) -
     while True:
         await asyncio.sleep(_LAG_SECONDS)
         try:
-            lags = await asyncio.to_thread(log.lag, f"streams-{run.run_id}", topics)
-            pulse.gauge("lag", sum(lags.values()))
+            standings = await asyncio.to_thread(log.standing, f"streams-{run.run_id}", topics)
+            pulse.gauge("lag", sum(standing.lag for standing in standings.values()))
         except LogUnavailable as error:
             logger.warning("lag unknown", reason=str(error))
 

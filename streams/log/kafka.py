@@ -24,7 +24,7 @@ from schemas.codec import Codec
 from schemas.errors import BadInput, Fenced, LogUnavailable
 from schemas.events import Address, Event, Position
 from schemas.topics import TOPICS, topic_of
-from streams.log.protocol import Delivery, Reader, delivered
+from streams.log.protocol import Delivery, Reader, Standing, delivered
 
 _ASK_SECONDS = 20.0
 _READ_AHEAD_OFFSETS = 512
@@ -75,15 +75,21 @@ class KafkaLog:
         self._admin: AdminClient | None = None
 
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
-        self._raise_failure()
         topic = topic_of(event)
-        producer = self._opened_producer()
         on_delivery = self._on_delivery if acknowledged is None else self._on_delivery_then(acknowledged)
-        value = self.codec.encode(event)
-        key = topic.key(event).encode()
+        self._produce(topic.name, topic.key(event).encode(), self.codec.encode(event), on_delivery)
+
+    def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
+        self._produce(topic, key, value, self._on_delivery)
+
+    def _produce(
+        self, topic: str, key: bytes | None, value: bytes, on_delivery: Callable[[KafkaError | None, Message], None]
+    ) -> None:
+        self._raise_failure()
+        producer = self._opened_producer()
         while True:
             try:
-                producer.produce(topic.name, value, key, on_delivery=on_delivery)
+                producer.produce(topic, value, key, on_delivery=on_delivery)
                 producer.poll(0)
                 return
             except BufferError:  # the queue is full: back-pressure, not an error
@@ -115,14 +121,18 @@ class KafkaLog:
             raise LookupError(f"no event at {missing[0]} and {len(missing) - 1} more addresses")
         return [found[address] for address in addresses]
 
-    def lag(self, group: str, topics: Sequence[str]) -> dict[str, int]:
+    def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
         admin = self._opened_admin()
         partitions = self._partitions(admin, topics)
         committed = self._committed(admin, group, partitions)
-        lags: dict[str, int] = dict.fromkeys(topics, 0)
-        for (topic, partition), end in _ends(admin, partitions).items():
-            lags[topic] += max(0, end - committed.get((topic, partition), 0))
-        return lags
+        ends = _ends(admin, partitions)
+        return {
+            topic: Standing(
+                committed=sum(offset for place, offset in committed.items() if place[0] == topic),
+                end=sum(end for place, end in ends.items() if place[0] == topic),
+            )
+            for topic in topics
+        }
 
     def count(self, topics: Sequence[str]) -> dict[str, int]:
         """Committed messages of each topic up to now, counted one by one: markers of transactions are not messages."""
@@ -289,15 +299,26 @@ class KafkaReader:
             self._next[position.topic, position.partition] = position.offset
             self._ends_seen.pop((position.topic, position.partition), None)
 
+    def seek_before_end(self, messages: int) -> None:
+        assigned = [(partition.topic, partition.partition) for partition in self._consumer.assignment()]
+        starts = {place: max(0, end - messages) for place, end in self._ends(assigned).items()}
+        # assigned anew: a partition that was not fetched from yet cannot be sought
+        self._consumer.assign([TopicPartition(*place, offset) for place, offset in starts.items()])
+        self._next = dict(starts)
+        self._ends_seen.clear()
+
     def caught_up(self) -> bool:
         assigned = [(partition.topic, partition.partition) for partition in self._consumer.assignment()]
         if not assigned:
             return False
+        ends = self._ends(assigned)
+        return all(max(self._next.get(place, -1), self._ends_seen.get(place, -1)) >= ends[place] for place in assigned)
+
+    def _ends(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
         if self._admin is None:
             # by a connection of its own: on the reader's, each answer would wait for a fetch that waits for messages
             self._admin = AdminClient(self._client_settings)
-        ends = _ends(self._admin, assigned)
-        return all(max(self._next.get(place, -1), self._ends_seen.get(place, -1)) >= ends[place] for place in assigned)
+        return _ends(self._admin, places)
 
     def group_metadata(self) -> object:
         return self._consumer.consumer_group_metadata()

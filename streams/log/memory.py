@@ -13,7 +13,7 @@ from schemas.errors import Fenced
 from schemas.events import Address, Event, Position
 from schemas.topics import TOPICS, topic_of
 from streams.log.partitioner import partition_of
-from streams.log.protocol import Delivery, Reader, delivered
+from streams.log.protocol import Delivery, Reader, Standing, delivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,14 @@ class MemoryLog:
 
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
         topic = topic_of(event)
-        address = self.append_bytes(topic.name, topic.key(event).encode(), self.codec.encode(event))
+        address = self._store(topic.name, topic.key(event).encode(), self.codec.encode(event))
         if acknowledged is not None:
             acknowledged(address)
 
-    def append_bytes(self, topic: str, key: bytes, value: bytes) -> Address:
-        """Any bytes on any topic, as a foreign producer could write them."""
+    def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
+        self._store(topic, key or b"", value)
+
+    def _store(self, topic: str, key: bytes, value: bytes) -> Address:
         count = sum(1 for name, _ in self._partitions if name == topic)
         partition = partition_of(key, count)
         with self._changed:
@@ -69,13 +71,16 @@ class MemoryLog:
         pairs = zip(stored, addresses, strict=True)
         return [self.codec.decode(message.value, address.topic) for message, address in pairs]
 
-    def lag(self, group: str, topics: Sequence[str]) -> dict[str, int]:
+    def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
         with self._changed:
-            lags: dict[str, int] = dict.fromkeys(topics, 0)
-            for (topic, partition), messages in self._partitions.items():
-                if topic in lags:
-                    lags[topic] += len(messages) - self._committed.get((group, topic, partition), 0)
-            return lags
+            places = self.partitions_of(topics)
+            return {
+                topic: Standing(
+                    committed=sum(self.committed(group, place) for place in places if place[0] == topic),
+                    end=sum(len(self._partitions[place]) for place in places if place[0] == topic),
+                )
+                for topic in topics
+            }
 
     def count(self, topics: Sequence[str]) -> dict[str, int]:
         with self._changed:
@@ -129,7 +134,7 @@ class MemoryLog:
                 raise Fenced(f"another instance took over {name}")
             for event, value in encoded:
                 topic = topic_of(event)
-                self.append_bytes(topic.name, topic.key(event).encode(), value)
+                self._store(topic.name, topic.key(event).encode(), value)
             reader.commit()
 
 
@@ -167,6 +172,9 @@ class MemoryReader:
     def seek(self, positions: Iterable[Position]) -> None:
         for position in positions:
             self._next[position.topic, position.partition] = position.offset
+
+    def seek_before_end(self, messages: int) -> None:
+        self._next = {place: max(0, end - messages) for place, end in self._log.ends(self._next).items()}
 
     def caught_up(self) -> bool:
         return all(self._next[place] >= end for place, end in self._log.ends(self._next).items())

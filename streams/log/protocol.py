@@ -48,6 +48,9 @@ class Reader(Protocol):
     def seek(self, positions: Iterable[Position]) -> None:
         """Goes on reading from these positions instead."""
 
+    def seek_before_end(self, messages: int) -> None:
+        """Goes on reading so many messages before the end of every partition; 0 = only what comes from now on."""
+
     def caught_up(self) -> bool:
         """True when everything that was on the log at the time of this call has been polled."""
 
@@ -64,11 +67,26 @@ class Transactor(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a group has come on a topic, in messages over all partitions."""
+
+    committed: int
+    end: int
+
+    @property
+    def lag(self) -> int:
+        return max(0, self.end - self.committed)
+
+
 class Log(Protocol):
     """A typed log."""
 
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
         """Queues an event; blocks while the queue is full. `acknowledged` is called from flush or a later append."""
+
+    def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
+        """Queues any bytes on any topic, as they are: for messages that were refused once and are tried again."""
 
     def flush(self, timeout_seconds: float = 30.0) -> None:
         """Returns when everything appended is acknowledged by the log. Raises LogUnavailable otherwise."""
@@ -86,8 +104,8 @@ class Log(Protocol):
     def count(self, topics: Sequence[str]) -> dict[str, int]:
         """Committed messages of each topic up to now, counted one by one."""
 
-    def lag(self, group: str, topics: Sequence[str]) -> dict[str, int]:
-        """Messages per topic that the group has not committed yet."""
+    def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
+        """How far the group has committed each topic."""
 
     def make_topics(self) -> None:
         """Makes the topics of the map that do not exist yet; raises BadInput when one exists otherwise than mapped."""

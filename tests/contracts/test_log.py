@@ -57,6 +57,10 @@ def drained(reader: Reader, run_id: str) -> list[Delivery]:
     return [d for d in deliveries if d.event is not None and d.event.meta.run_id == run_id]
 
 
+def ids(deliveries: list[Delivery]) -> set[str]:
+    return {delivery.event.meta.id for delivery in deliveries if delivery.event is not None}
+
+
 def appended(log: Log, run_id: str, count: int = 6) -> list[Event]:
     events = [event for messages in groups(count, run_id=run_id) for event in messages]
     _append_all(log, events)
@@ -146,12 +150,12 @@ def test_lag_is_what_a_group_has_not_committed(opened: OpenLog, run_id: str) -> 
     drained(reader, run_id)
     reader.commit()
     written = appended(log, run_id, count=2)
-    lag = log.lag(group, ["messages"])["messages"]
+    lag = log.standing(group, ["messages"])["messages"].lag
     drained(reader, run_id)
     reader.commit()
     reader.close()
     assert lag >= len(written)
-    assert log.lag(group, ["messages"]) == {"messages": 0}
+    assert log.standing(group, ["messages"])["messages"].lag == 0
 
 
 def test_a_transaction_shows_events_and_positions_together(opened: OpenLog, run_id: str) -> None:
@@ -228,3 +232,34 @@ def _group_completed(run_id: str) -> Event:
     assert delivery.event is not None
     assert CutGroups(run_id, 1, 4, 1).key(delivery.event) == run_id
     return delivery.event
+
+
+def test_a_reader_can_begin_before_the_end(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    old = appended(log, run_id, count=12)
+    log.flush()
+    reader = log.reader(["messages"])
+    reader.seek_before_end(0)
+    new = rollout(1, 0, run_id=run_id)
+    for event in new:
+        log.append(event)
+    log.flush()
+    assert ids(drained(reader, run_id)) == {event.meta.id for event in new}
+    reader.seek_before_end(10**6)
+    assert ids(drained(reader, run_id)) == {event.meta.id for event in [*old, *new]}
+    reader.close()
+
+
+def test_bytes_are_written_as_they_are(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    reader = log.reader(["messages"])
+    reader.seek_before_end(0)
+    log.append_bytes("messages", b"key", run_id.encode())
+    log.flush()
+    deliveries: list[Delivery] = []
+    while not reader.caught_up():
+        deliveries += reader.poll(1000, 1.0)
+    reader.close()
+    assert [(d.key, d.value, d.event) for d in deliveries if d.value == run_id.encode()] == [
+        (b"key", run_id.encode(), None)
+    ]

@@ -83,7 +83,7 @@ class Field:
 
     @property
     def lag(self) -> int:
-        return self.log.lag(GROUP, ["rollouts"])["rollouts"]
+        return self.log.standing(GROUP, ["rollouts"])["rollouts"].lag
 
     def ends(self) -> list[RolloutEnded]:
         return [event for event in events_on(self.log, "messages") if isinstance(event, RolloutEnded)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from schemas.events import Address, Event, Position
 from schemas.topics import topic_of
 from streams.log.memory import MemoryLog, MemoryReader, MemoryTransactor
-from streams.log.protocol import Delivery, Reader
+from streams.log.protocol import Delivery, Reader, Standing
 
 
 class Killed(BaseException):
@@ -78,8 +78,11 @@ class TroubledLog:
             for _ in range(self.fate.chance.randint(0, len(events))):
                 self.beneath.append(events.pop(0))
 
-    def lag(self, group: str, topics: Sequence[str]) -> dict[str, int]:
-        return self.beneath.lag(group, topics)
+    def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
+        self.beneath.append_bytes(topic, key, value)
+
+    def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
+        return self.beneath.standing(group, topics)
 
     def count(self, topics: Sequence[str]) -> dict[str, int]:
         return self.beneath.count(topics)

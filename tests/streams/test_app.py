@@ -141,7 +141,8 @@ def test_the_app_stops_when_told(run: Run, messages: list[Event], tmp_path: Path
     read_groups(reader, run.run_id, {}, GROUPS)
     reader.close()
     until = time.monotonic() + 60.0
-    while any(log.lag(f"streams-{run.run_id}", ["messages", "trajectories", "rewards"]).values()):
+    topics = ["messages", "trajectories", "rewards"]
+    while any(standing.lag for standing in log.standing(f"streams-{run.run_id}", topics).values()):
         assert time.monotonic() < until, "what was processed is never committed"
         time.sleep(0.2)
     stop.set()

@@ -1,0 +1,166 @@
+"""kill -9 of every program of a real stack at random moments, over one continuous load; then the log is judged.
+
+The example job runs with all its parts. The judge derives everything anew from the messages that are on the log and
+compares: nothing lost, nothing counted twice, batches whole and in order, as many trace rows as events.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.local.folder import RunFolder, latest_run_folder
+from deploy.page import Page
+from deploy.programs import PROGRAMS
+from deploy.resolve import Resolved, load
+from deploy.session import attach
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.events import BatchCut, Event
+from schemas.job import load_job
+from schemas.registry import MemoryRegistry
+from schemas.run import Run
+from streams.driver import Driver
+from streams.hops.flow import hops
+from streams.log.connect import open_log
+from streams.log.memory import MemoryLog
+from streams.log.protocol import Log
+
+PROJECT = Path(__file__).parent.parent.parent
+PATIENCE_SECONDS = 1800.0
+_BROKER_SHARE = 0.04
+"of the kills, those that hit the broker"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of it."""
+
+    kills: Counter[str]
+    seconds: float
+    messages: int
+    lost: int
+    "facts that follow from the messages and are not on the log"
+    foreign: int
+    "facts on the log that do not follow from the messages"
+    repeated: int
+    "facts that stand on the log more than once; readers know them by their ids"
+    batches: int
+    batches_in_order: bool
+    groups_cut_twice: int
+    versions: int
+    trace_rows: int
+    log_events: int
+
+    @property
+    def holds(self) -> bool:
+        nothing_wrong = self.lost == self.foreign == self.groups_cut_twice == 0
+        return nothing_wrong and self.batches_in_order and self.trace_rows == self.log_events
+
+
+def torture(folder: Path, kills_wanted: int, seed: int, steps: int) -> Verdict:
+    """One run of the example job under kills. Raises AssertionError when it does not end."""
+    chance = random.Random(seed)
+    job = _job(folder, steps)
+    runs = folder / "runs"
+    _command("up", str(job), "--seed", str(seed), "--runs", str(runs))
+    began = time.monotonic()
+    run_folder = latest_run_folder(runs)
+    resolved = load(run_folder)
+    try:
+        kills = _kill_until_finished(run_folder, resolved, chance, kills_wanted)
+        summary = Page(resolved.page_url).finish().summary
+        log = open_log(resolved.run_of("judge"))
+        try:
+            return judged(log, resolved.run_of("judge"), kills, time.monotonic() - began, summary)
+        finally:
+            log.close()
+    finally:
+        _command("down", "--runs", str(runs))
+
+
+def _job(folder: Path, steps: int) -> Path:
+    """The example job, longer, and with as many restarts as it takes."""
+    text = (PROJECT / "examples/times_tables/job.toml").read_text()
+    module = PROJECT / "examples/times_tables/job.py"
+    text = text.replace('module = "job.py"', f'module = "{module}"').replace("steps = 3\n", f"steps = {steps}\n")
+    path = folder / "job.toml"
+    path.write_text(text + "\n[local]\nrestarts_max = 1000\n")
+    return path
+
+
+def _command(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "deploy.cli", *arguments], cwd=PROJECT, check=True)
+
+
+def _kill_until_finished(
+    folder: RunFolder, resolved: Resolved, chance: random.Random, kills_wanted: int
+) -> Counter[str]:
+    """Kills now and then until the run has finished; when enough were killed it is let alone."""
+    stack = attach(folder)
+    page = Page(resolved.page_url)
+    names = [program.name for program in PROGRAMS]
+    kills: Counter[str] = Counter()
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        assert time.monotonic() < until, f"the run does not end after {kills.total()} kills: {kills}"
+        time.sleep(chance.uniform(0.5, 4.0))
+        overview = page.overview()
+        if overview is not None and overview.finished:
+            return kills
+        if kills.total() >= kills_wanted:
+            continue
+        victim = "kafka" if chance.random() < _BROKER_SHARE else chance.choice(names)
+        state = stack.states().get(victim)
+        if state is not None and state.state == "RUNNING":
+            os.kill(state.pid, signal.SIGKILL)
+            kills[victim] += 1
+
+
+def judged(log: Log, run: Run, kills: Counter[str], seconds: float, summary: dict[str, Any]) -> Verdict:
+    """Derives everything anew from the messages on the log, in memory, and compares."""
+    quiet = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    messages = events_of(log, "messages", run.run_id)
+    for message in messages:
+        quiet.append(message)
+    Driver(quiet, hops(load_job(run.job.module).scorers, "standardised"), run.run_id).run_until_caught_up()
+    lost = foreign = repeated = 0
+    for topic in ("trajectories", "rewards", "groups"):
+        found = Counter(event.meta.id for event in events_of(log, topic, run.run_id))
+        expected = {event.meta.id for event in events_of(quiet, topic, run.run_id)}
+        lost += len(expected - found.keys())
+        foreign += len(found.keys() - expected)
+        repeated += found.total() - len(found)
+    batches = [event for event in events_of(log, "batches", run.run_id) if isinstance(event, BatchCut)]
+    cut = Counter(group for batch in batches for group in batch.groups)
+    return Verdict(
+        kills=kills,
+        seconds=seconds,
+        messages=len(messages),
+        lost=lost,
+        foreign=foreign,
+        repeated=repeated,
+        batches=len(batches),
+        batches_in_order=[batch.index for batch in batches] == list(range(run.job.steps)),
+        groups_cut_twice=cut.total() - len(cut),
+        versions=summary["weight_versions_published"],
+        trace_rows=summary["trace_rows"],
+        log_events=summary["log_events"],
+    )
+
+
+def events_of(log: Log, topic: str, run_id: str) -> list[Event]:
+    reader = log.reader([topic])
+    found: list[Event] = []
+    try:
+        while not reader.caught_up():
+            found += [d.event for d in reader.poll(5000, 1.0) if d.event and d.event.meta.run_id == run_id]
+    finally:
+        reader.close()
+    return found

@@ -1,0 +1,11 @@
+"""Short form of the fuzz; `make torture` runs 200,000 mutations on every topic."""
+
+import pytest
+
+from tests.torture.fuzz import fuzz
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bad_messages_neither_block_nor_vanish(seed: int) -> None:
+    fuzzed = fuzz(500, seed)
+    assert fuzzed.holds, fuzzed
