@@ -3,8 +3,10 @@
 import io
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,25 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from deploy.local.stack import Addresses, local_log
 from schemas.blobs import Blobs
 from schemas.codec import Codec
-from schemas.events import Meta, Sampling, TurnGenerated, VersionSpan
+from schemas.events import Address, Event, Meta, Sampling, TurnGenerated, VersionSpan
 from schemas.generate import schema_of
 from schemas.ids import derived_id
+from schemas.metrics import Pulse
 from schemas.packed import pack_logprobs, pack_tokens
 from schemas.registry import ConfluentRegistry
+from schemas.run import JobSettings, Run
+from schemas.topics import TOPIC_BY_NAME
+from streams import app
+from streams.config import StreamsSettings
+from streams.driver import Driver
+from streams.hops.flow import hops
 from streams.log.kafka import KafkaLog
+from streams.log.protocol import delivered
+from streams.stage import Stage
+from tests.flow.synthetic import groups
 
 _ROUNDS = 5
+_RUN_ID = "bench"
 
 
 def turn(number: int, tokens: int) -> TurnGenerated:
@@ -57,13 +70,26 @@ def turn(number: int, tokens: int) -> TurnGenerated:
 
 
 def measure(quick: bool) -> dict[str, float]:
-    """Ratios of this log to the bare parts; higher is better."""
-    with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, local_log(Path(folder)) as addresses:
-        codec = Codec(ConfluentRegistry(addresses.registry_url), Blobs(addresses.blobs_url))
+    """Ratios of this log to the bare parts; higher is better. cost_growth: 1 = an event costs as much as the first ones."""
+    with _log() as (addresses, codec, folder):
         figures = _codec(codec, 300 if quick else 2000)
         figures |= _broker(addresses, codec, 5_000 if quick else 40_000)
-        codec.close()
+    groups_count = 100 if quick else 1000
+    with _log() as (addresses, codec, folder):
+        figures |= _driver(addresses, codec, groups_count)
+        figures |= _growth(codec, 50_000 if quick else 1_000_000)
+    with _log() as (addresses, codec, folder):
+        figures |= _app(addresses, codec, folder, groups_count)
     return figures
+
+
+@contextmanager
+def _log() -> Iterator[tuple[Addresses, Codec, Path]]:
+    """A broker and a registry with nothing on them."""
+    with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, local_log(Path(folder)) as addresses:
+        codec = Codec(ConfluentRegistry(addresses.registry_url), Blobs(addresses.blobs_url))
+        yield addresses, codec, Path(folder)
+        codec.close()
 
 
 def _codec(codec: Codec, count: int) -> dict[str, float]:
@@ -104,6 +130,132 @@ def _broker(addresses: Addresses, codec: Codec, count: int) -> dict[str, float]:
         "produce_typed_per_second": count / min(typed for _, typed in produce),
         "consume_typed_per_second": count / min(typed for _, typed in consume),
     }
+
+
+def _driver(addresses: Addresses, codec: Codec, groups_count: int) -> dict[str, float]:
+    """All hops by the driver, beside a bare loop that consumes, decodes, encodes and produces in transactions."""
+    log = KafkaLog(addresses.bootstrap_servers, codec)
+    messages = _append_messages(log, groups_count)
+    bare = messages / _seconds(lambda: _bare_transactions(addresses, messages))
+    driver = Driver(log, hops((), "standardised"), _RUN_ID)
+    driven = _taken(messages) / _seconds(driver.run_until_caught_up)
+    driver.close()
+    log.close()
+    return {
+        "driver_to_bare_transactional": driven / bare,
+        "driver_per_second": driven,
+        "bare_transactional_per_second": bare,
+    }
+
+
+def _app(addresses: Addresses, codec: Codec, folder: Path, groups_count: int) -> dict[str, float]:
+    """The same by the Faust app."""
+    log = KafkaLog(addresses.bootstrap_servers, codec)
+    messages = _append_messages(log, groups_count)
+    log.close()
+    run = Run(
+        run_id=_RUN_ID,
+        seed=0,
+        job=JobSettings(module="producers.stockroom"),
+        bootstrap_servers=addresses.bootstrap_servers,
+        registry_url=addresses.registry_url,
+        blobs_url=addresses.blobs_url,
+    )
+    return {"faust_app_per_second": _taken(messages) / _app_seconds(run, folder, _taken(messages))}
+
+
+def _append_messages(log: KafkaLog, groups_count: int) -> int:
+    messages = [event for rollout in groups(groups_count, run_id=_RUN_ID) for event in rollout]
+    for message in messages:
+        log.append(message)
+    log.flush()
+    return len(messages)
+
+
+def _taken(messages: int) -> int:
+    """Events that the hops take: six messages make a trajectory, which makes a reward."""
+    return messages + messages // 6 * 2
+
+
+def _app_seconds(run: Run, folder: Path, events: int) -> float:
+    """Seconds of the app from its first event to its last."""
+    stop, pulse = threading.Event(), Pulse()
+    thread = threading.Thread(
+        target=app.run, args=(run, StreamsSettings(state_folder=str(folder / "app")), pulse, stop)
+    )
+    thread.start()
+    while not pulse.figures().get("events_read"):
+        time.sleep(0.01)
+    first, began = pulse.figures()["events_read"], time.perf_counter()
+    while pulse.figures()["events_read"] < events:
+        time.sleep(0.01)
+    seconds = (time.perf_counter() - began) * events / (events - first)
+    stop.set()
+    thread.join()
+    return seconds
+
+
+def _bare_transactions(addresses: Addresses, count: int) -> None:
+    """A plain exactly-once loop: 1,000 messages a transaction."""
+    consumer = Consumer(
+        {"bootstrap.servers": addresses.bootstrap_servers, "group.id": "bare-eos", "enable.auto.commit": False}
+    )
+    consumer.assign([TopicPartition("messages", partition, 0) for partition in range(4)])
+    producer = Producer(
+        {"bootstrap.servers": addresses.bootstrap_servers, "transactional.id": "bare", "compression.type": "lz4"}
+    )
+    producer.init_transactions(30)
+    schemas = {kind.__name__: fastavro.parse_schema(schema_of(kind)) for kind in TOPIC_BY_NAME["messages"].events}
+    registry = ConfluentRegistry(addresses.registry_url)
+    by_id: dict[bytes, Any] = {}
+    seen = 0
+    while seen < count:
+        messages = consumer.consume(1000, 0.1)
+        producer.begin_transaction()
+        for message in messages:
+            value = message.value() or b""
+            if value[1:5] not in by_id:
+                by_id[value[1:5]] = schemas[registry.schema_of(int.from_bytes(value[1:5]))["name"]]
+            schema = by_id[value[1:5]]
+            stream = io.BytesIO(value)
+            stream.seek(5)
+            record = fastavro.schemaless_reader(stream, schema, None)
+            buffer = io.BytesIO()
+            fastavro.schemaless_writer(buffer, schema, record)
+            producer.produce("tasks", buffer.getvalue(), message.key())
+            seen += 1
+        producer.send_offsets_to_transaction(
+            consumer.position(consumer.assignment()), consumer.consumer_group_metadata()
+        )
+        producer.commit_transaction()
+    registry.close()
+    consumer.close()
+
+
+def _growth(codec: Codec, events: int) -> dict[str, float]:
+    """Processor time an event, of all hops, at the end of so many events beside the first ten thousand."""
+    stages = [Stage(hop, "growth", lambda key: None) for hop in hops((), "standardised")]
+    window = 10_000
+    taken = 0
+    began = time.process_time()
+    costs: list[float] = []
+    for rollout in groups(events, run_id="growth"):
+        facts: list[Event] = list(rollout)
+        for stage in stages:
+            following: list[Event] = []
+            for fact in facts:
+                address = Address(stage.hop.reads, 0, taken)
+                following += stage.take(delivered(codec, address, None, codec.encode(fact)))
+                taken += 1
+            facts = following
+        if taken >= window * (len(costs) + 1):
+            now = time.process_time()
+            costs.append(now - began)
+            began = now
+        if taken >= events:
+            break
+    tail = costs[-max(1, len(costs) // 10) :]
+    return {"cost_growth": statistics.median(tail) / statistics.median(costs[: max(1, len(tail))])}
 
 
 def _typed_produce(log: KafkaLog, events: list[TurnGenerated]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import structlog
 
 from consumers.clickhouse import queries
-from consumers.clickhouse.rows import Row, event_row, undecodable_row
+from consumers.clickhouse.deliveries import delivery_row
 from consumers.clickhouse.store import Place, Store
 from consumers.config import TracesSettings
 from consumers.lag_watch import LagWatch
@@ -89,7 +89,7 @@ class TraceWriter:
 
     def insert(self, deliveries: Sequence[Delivery]) -> None:
         """Inserts what the store does not have yet."""
-        rows = [_row(delivery) for delivery in deliveries if self._is_new(delivery)]
+        rows = [delivery_row(delivery) for delivery in deliveries if self._is_new(delivery)]
         self._store.insert(rows)
         for row in rows:
             self._following[row["topic"], row["partition"]] = row["offset"] + 1
@@ -136,12 +136,6 @@ class TraceWriter:
                     f"the trace store {self._settings.dsn} was filled from another log ({topic}/{partition} at {offset} "
                     "differs): set [traces] dsn to another folder, or remove that one to have it filled again"
                 )
-
-
-def _row(delivery: Delivery) -> Row:
-    if delivery.event is not None:
-        return event_row(delivery.address, delivery.event)
-    return undecodable_row(delivery.address, delivery.key, delivery.value, delivery.undecodable or "")
 
 
 def _commit(reader: Reader) -> None:

@@ -221,6 +221,7 @@ def sql(
 
 app.command()(commands.tail)
 app.command()(commands.lag)
+app.command()(commands.reconcile)
 app.add_typer(commands.dead_letters, name="dead-letters")
 
 

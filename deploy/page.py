@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from consumers.reconcile import Compared
 from schemas.errors import BadInput, ReplaygroundError
 
 
@@ -75,6 +76,15 @@ class Page:
             return msgspec.json.decode(self._ask("/api/finish", {}, timeout_seconds=300.0), type=Finished)
         except OSError as error:  # which an HTTPError is too
             raise ReplaygroundError(f"the report could not be made: {_reason(error)}") from error
+
+    def reconcile(self, repair: bool) -> list[Compared]:
+        """The trace store against the log, by partition. Raises BadInput."""
+        try:
+            return msgspec.json.decode(
+                self._ask("/api/reconcile", {"repair": repair}, timeout_seconds=1800.0), type=list[Compared]
+            )
+        except urllib.error.HTTPError as error:
+            raise BadInput(_reason(error)) from error
 
     def sql(self, statement: str) -> dict[str, Any]:
         """Columns and rows of a SELECT. Raises BadInput when the statement is refused, OSError when nobody answers."""

@@ -3,6 +3,7 @@
 POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds"}; 400 with one sentence otherwise
 GET  /api/overview       how the run stands (consumers.reports.overview.Overview)
 POST /api/finish         waits until the store has everything, then {"summary": …, "report": html}
+POST /api/reconcile      {"repair": bool} → the store against the log, by partition (consumers.reconcile)
 GET  /api/report         the report as it would be now
 GET  /api/transcripts    ?purpose=&outcome=&session=&rows=
 GET  /api/transcripts/…  one of them
@@ -27,6 +28,7 @@ from consumers.clickhouse.guard import checked
 from consumers.clickhouse.store import Store, StoreFailed
 from consumers.config import TracesSettings
 from consumers.lag_watch import LagWatch
+from consumers.reconcile import Compared, reconcile
 from consumers.reports.overview import Overview, overview
 from consumers.reports.report import report
 from consumers.reports.summary import summary
@@ -115,13 +117,21 @@ class Traces:
 
     def finish(self, await_log: bool = True) -> dict[str, Any]:
         """Summary and report. Raises BadInput when the store does not catch up with the log."""
-        if await_log and not self._writer.await_caught_up(_CATCH_UP_SECONDS_MAX):
-            raise BadInput(
-                f"the trace store is behind the log after {_CATCH_UP_SECONDS_MAX:.0f} s: see the traces program"
-            )
+        if await_log:
+            self._await_written()
         now = now_microseconds()
         figures = summary(self._store, self._log, self.run, now)
         return {"summary": figures, "report": report(self._store, self.run, figures, now)}
+
+    def reconcile(self, repair: bool) -> list[Compared]:
+        """The store against the log. Raises BadInput when the store does not catch up."""
+        return reconcile(self._log, self._store, self._await_written, repair)
+
+    def _await_written(self) -> None:
+        if not self._writer.await_caught_up(_CATCH_UP_SECONDS_MAX):
+            raise BadInput(
+                f"the trace store is behind the log after {_CATCH_UP_SECONDS_MAX:.0f} s: see the traces program"
+            )
 
 
 def interface(traces: Traces) -> FastAPI:
@@ -145,6 +155,14 @@ def interface(traces: Traces) -> FastAPI:
     @app.post("/api/finish")
     async def finish() -> Response:
         return await _answered(traces.finish)
+
+    @app.post("/api/reconcile")
+    async def compare(request: Request) -> Response:
+        try:
+            repair = msgspec.json.decode(await request.body(), type=dict[str, bool])["repair"]
+        except (msgspec.DecodeError, KeyError):
+            return _json({"error": 'send {"repair": false}'}, 400)
+        return await _answered(lambda: traces.reconcile(repair))
 
     @app.get("/api/report")
     async def now() -> Response:

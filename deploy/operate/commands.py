@@ -83,6 +83,39 @@ def lag(
             return
 
 
+def reconcile(
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Add the rows that are missing, read again from the log.")
+    ] = False,
+    runs: Runs = RUNS,
+) -> None:
+    """Compare the trace store with the log, partition by partition, by count and checksum. Exit code 1 when they differ.
+
+    Examples:  replayground reconcile  ·  replayground reconcile --repair
+    """
+    from deploy.local.folder import is_locked, latest_run_folder
+    from deploy.page import Page
+    from deploy.resolve import load
+
+    folder = latest_run_folder(runs)
+    if not is_locked(runs):
+        raise BadInput(f"nothing runs in {runs}, and both are asked through the stack: start it with `replayground up`")
+    compared = Page(load(folder).page_url).reconcile(repair)
+    table = Table(
+        "topic", "partition", "events", "rows", "missing", "surplus", "differing", "added", box=None, padding=(0, 2)
+    )
+    for place in compared:
+        figures = (place.log_events, place.store_rows, place.missing, place.surplus, place.differing, place.repaired)
+        table.add_row(place.topic, str(place.partition), *(f"{figure:,}" for figure in figures))
+    console.print(table)
+    disagreeing = [place for place in compared if not place.agrees]
+    events = sum(place.log_events for place in compared)
+    if disagreeing:
+        say(f"{len(disagreeing)} of {len(compared)} partitions differ; --repair adds missing rows, surplus ones stay")
+        raise typer.Exit(1)
+    say(f"✓ {events:,} events on {len(compared)} partitions, and the trace store says the same")
+
+
 @dead_letters.command("list")
 def list_dead_letters(
     stage: Annotated[str | None, typer.Option("--stage", help="Only those that this stage refused.")] = None,

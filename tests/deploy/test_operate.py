@@ -1,0 +1,110 @@
+"""What an operator sees of the log: reading along with filters, lags with rates, dead letters and another try."""
+
+import json
+
+import pytest
+
+from deploy.operate.dead_letters import chosen, dead_letters, described, redrive
+from deploy.operate.lag import lags
+from deploy.operate.tail import Wanted, as_json, line, tail, topics_of
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.errors import BadInput
+from schemas.registry import MemoryRegistry
+from streams.driver import Driver
+from streams.hops.flow import hops
+from streams.log.memory import MemoryLog
+from streams.log.protocol import Delivery
+from tests.flow.synthetic import RUN_ID, rollout
+
+
+@pytest.fixture
+def log() -> MemoryLog:
+    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    for member in range(2):
+        for event in rollout(0, member, group_size=2):
+            log.append(event)
+    log.append_bytes("messages", b"key", b"no event at all")
+    return log
+
+
+def derived(log: MemoryLog) -> None:
+    Driver(log, hops((), "standardised"), RUN_ID).run_until_caught_up()
+
+
+def read(log: MemoryLog, wanted: Wanted, messages: int | None = None, topics: tuple[str, ...] = ()) -> list[Delivery]:
+    return list(tail(log, topics_of(topics), wanted, messages, lambda: False))
+
+
+def test_everything_is_read_and_shown_in_one_line_each(log: MemoryLog) -> None:
+    deliveries = read(log, Wanted())
+    assert len(deliveries) == 13
+    shown = [line(delivery, 120) for delivery in deliveries]
+    assert all(len(text) <= 120 and "\n" not in text for text in shown)
+    assert any("TurnGenerated" in text and "g0-m0#1" in text for text in shown)
+    assert any("undecodable" in text for text in shown)
+
+
+def test_filters_narrow(log: MemoryLog) -> None:
+    assert len(read(log, Wanted(trajectory="g0-m1"))) == 6
+    assert len(read(log, Wanted(task="t0", types=frozenset({"TurnGenerated"})))) == 4
+    assert read(log, Wanted(run="another")) == []
+    assert len(read(log, Wanted(), topics=("rewards",))) == 0
+
+
+def test_only_the_newest_are_read(log: MemoryLog) -> None:
+    newest = read(log, Wanted(), messages=1)
+    assert 1 <= len(newest) <= 4  # one of every partition that has any
+
+
+def test_json_holds_all_of_an_event(log: MemoryLog) -> None:
+    told = json.loads(as_json(read(log, Wanted(types=frozenset({"ToolCalled"})))[0]))
+    assert (told["type"], told["event"]["tool"]) == ("ToolCalled", "python")
+    assert told["address"]["topic"] == "messages"
+
+
+def test_unknown_names_are_bad_input() -> None:
+    with pytest.raises(BadInput, match="no topic news"):
+        topics_of(["news"])
+    with pytest.raises(BadInput, match="no event TurnGuessed"):
+        Wanted(types=frozenset({"TurnGuessed"}))
+
+
+def test_lags_have_rates_from_the_second_look_on(log: MemoryLog) -> None:
+    looks = lags(log, RUN_ID)
+    first = {(row.group, row.topic): row for row in next(looks)}
+    assert first["streams", "messages"].lag == 13
+    assert first["streams", "messages"].taken_per_second is None
+    reader = log.reader(["messages"], f"streams-{RUN_ID}")
+    reader.poll(100, 0.0)
+    reader.commit()
+    second = {(row.group, row.topic): row for row in next(looks)}
+    assert second["streams", "messages"].lag == 0
+    assert (second["streams", "messages"].taken_per_second or 0) > 0
+
+
+def test_a_dead_letter_is_listed_described_and_written_again(log: MemoryLog) -> None:
+    derived(log)
+    (letter,) = dead_letters(log)
+    assert (letter.number, letter.reject.stage, letter.reject.original) == (1, "assemble", b"no event at all")
+    assert "no Confluent wire header" in described(log.codec, letter)
+    assert dead_letters(log, stage="score") == []
+    before = log.count(["messages"])["messages"]
+    redrive(log, chosen(dead_letters(log), [1]))
+    assert log.count(["messages"])["messages"] == before + 1
+    with pytest.raises(BadInput, match="no dead letter 7"):
+        chosen(dead_letters(log), [7])
+
+
+def test_a_message_that_was_refused_for_want_of_another_is_taken_when_tried_again() -> None:
+    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    messages = rollout(0, 0, group_size=1)
+    for message in [*messages[:2], *messages[3:]]:  # the third is missing: what follows it is refused
+        log.append(message)
+    derived(log)
+    refused = dead_letters(log)
+    assert len(refused) == 3
+    log.append(messages[2])
+    redrive(log, refused)
+    derived(log)
+    assert log.count(["trajectories"]) == {"trajectories": 1}
