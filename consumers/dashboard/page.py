@@ -179,7 +179,7 @@ class Page:
         tiles = (
             ("phase", view.phase),
             ("steps", f"{view.steps} / {view.steps_target}"),
-            ("reward of the last batch", "–" if view.reward_mean is None else f"{view.reward_mean:.3f}"),
+            ("batch reward", "–" if view.reward_mean is None else f"{view.reward_mean:.3f}"),
             ("held-out pass@1", f"{newest[-1].pass_at_1:.3f}" if newest else "–"),
             ("tokens a second", f"{view.tokens_per_second:,.0f}"),
             ("rollouts running", str(view.rollouts_running)),

@@ -17,7 +17,7 @@ def run(run: Run, settings: Any, pulse: Pulse, stop: threading.Event) -> None:
         pulse.count("events_read", 3)
         return
     pulse.count("events_read", 7)
-    pulse.gauge("lag", 5 if run.worker == "stalls" else 0)
+    pulse.gauge("lag", 5 if run.worker in ("stalls", "hangs") else 0)
     pulse.detail = "waiting to be stopped"
     stop.wait()
     pulse.count("events_written", 1)

@@ -29,7 +29,7 @@ from deploy.programs import Program
 from deploy.resolve import load_file
 from deploy.serve import serve
 folder = Path(sys.argv[1])
-program = Program("cut", "tests.deploy.programs_for_tests", "", 1)
+program = Program("cut", "tests.deploy.programs_for_tests", "", 1, ends_when_stalled=sys.argv[2] == "hangs")
 sys.exit(serve(program, load_file(folder / "run.json"), sys.argv[2], folder / "stopped_because"))
 """
 
@@ -112,6 +112,12 @@ def test_a_stall_is_an_error_that_is_reported(tmp_path: Path, kafka_run: Run) ->
     assert eventually(lambda: served.page("/healthz")[0] == 503, 60)
     served.process.terminate()
     assert '"event": "stalled"' in served.ended()[1]
+
+
+def test_a_program_that_hangs_is_ended_to_be_started_again(tmp_path: Path, kafka_run: Run) -> None:
+    code, printed = Served(tmp_path, kafka_run, "hangs").ended()
+    assert code == 1
+    assert '"event": "stalled"' in printed
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, kafka_run: Run) -> None:
