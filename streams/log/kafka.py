@@ -16,14 +16,14 @@ from confluent_kafka import (
     Producer,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, ConfigResource
 from confluent_kafka.admin._listoffsets import OffsetSpec
 from confluent_kafka.cimpl import NewTopic
 
 from schemas.codec import Codec
 from schemas.errors import BadInput, Fenced, LogUnavailable
 from schemas.events import Address, Event, Position
-from schemas.topics import TOPICS, topic_of
+from schemas.topics import TOPICS, Topic, topic_of
 from streams.log.protocol import Delivery, Reader, Standing, delivered
 
 _ASK_SECONDS = 20.0
@@ -155,11 +155,26 @@ class KafkaLog:
                     f"topic {topic.name} has {len(existing[topic.name].partitions)} partitions where the map says "
                     f"{topic.partitions}: use another broker or data folder"
                 )
+        self._require_settings(admin, [topic for topic in TOPICS if topic.name in existing])
         missing = [topic for topic in TOPICS if topic.name not in existing]
         if missing:
             new = [NewTopic(t.name, t.partitions, replication_factor=1, config=t.settings) for t in missing]
             for future in admin.create_topics(new, operation_timeout=_ASK_SECONDS).values():
                 _asked(future.result)
+
+    def _require_settings(self, admin: AdminClient, topics: Sequence[Topic]) -> None:
+        """A topic that forgets sooner than the map says would lose what replay counts on."""
+        by_name = {topic.name: topic for topic in topics}
+        resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in by_name]
+        futures = admin.describe_configs(resources, request_timeout=_ASK_SECONDS) if resources else {}
+        for resource, future in futures.items():
+            found = _asked(future.result)
+            for name, wanted in by_name[resource.name].settings.items():
+                if found[name].value != wanted:
+                    raise BadInput(
+                        f"topic {resource.name} has {name} {found[name].value} where the map says {wanted}: set it on the "
+                        "broker, or use another broker or data folder"
+                    )
 
     def close(self) -> None:
         if self._producer is not None:

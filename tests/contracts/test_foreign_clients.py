@@ -1,0 +1,86 @@
+"""The log is Kafka's and Confluent's, not ours alone: their own tools read every topic, and the broker is held to the map."""
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+from confluent_kafka.schema_registry import SchemaRegistryClient
+from confluent_kafka.schema_registry.avro import AvroDeserializer
+from confluent_kafka.serialization import MessageField, SerializationContext
+
+from schemas.errors import BadInput
+from schemas.events import Address, Event
+from schemas.run import Run
+from schemas.topics import TOPICS
+from streams.dead_letter import rejected
+from streams.log.connect import open_log
+from tests.consumers.synthetic_run import SyntheticRun, run_of
+
+
+@pytest.fixture
+def written(kafka_run: Run) -> list[Event]:
+    """Events of every topic, on the real broker."""
+    run = msgspec.structs.replace(run_of(steps=1, demonstrations=2), run_id=f"foreign-{uuid.uuid4().hex[:8]}")
+    events = [*SyntheticRun(run, evaluation_tasks=2).events()]
+    events.append(rejected(run.run_id, "assemble", Address("messages", 0, 0), b"key", b"value", "a reason", 7))
+    log = open_log(kafka_run)
+    for event in events:
+        log.append(event)
+    log.flush()
+    log.close()
+    return events
+
+
+def foreign(run: Run, topic: str, partitions: int) -> Iterator[dict[str, Any]]:
+    """What Confluent's own consumer and deserializer make of a topic."""
+    with SchemaRegistryClient({"url": run.registry_url}) as registry:
+        deserialize = AvroDeserializer(registry)
+        consumer = Consumer(
+            {"bootstrap.servers": run.bootstrap_servers, "group.id": str(uuid.uuid4()), "enable.partition.eof": True}
+        )
+        consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
+        ended = 0
+        while ended < partitions:
+            for message in consumer.consume(500, 1.0):
+                if message.error() is not None:
+                    ended += 1
+                elif (message.value() or b"")[:1] == b"\0":  # other tests leave garbage here on purpose
+                    yield deserialize(message.value(), SerializationContext(topic, MessageField.VALUE))
+        consumer.close()
+
+
+@pytest.mark.parametrize("topic", TOPICS, ids=lambda topic: topic.name)
+def test_confluents_deserializer_reads_every_topic(topic: Any, kafka_run: Run, written: list[Event]) -> None:
+    expected = {
+        event.meta.id: msgspec.to_builtins(event, builtin_types=(bytes,))
+        for event in written
+        if isinstance(event, topic.events)
+    }
+    assert expected, f"nothing was written on {topic.name}"
+    found = {record["meta"]["id"]: record for record in foreign(kafka_run, topic.name, topic.partitions)}
+    assert {event_id: found.get(event_id) for event_id in expected} == expected
+
+
+def test_a_topic_that_forgets_sooner_than_mapped_is_refused(kafka_run: Run) -> None:
+    admin = AdminClient({"bootstrap.servers": kafka_run.bootstrap_servers})
+    before = next(topic for topic in TOPICS if topic.name == "steps").settings["retention.ms"]
+
+    def set_retention(value: str) -> None:
+        entry = ConfigEntry("retention.ms", value, incremental_operation=AlterConfigOpType.SET)
+        resource = ConfigResource(ConfigResource.Type.TOPIC, "steps", incremental_configs=[entry])
+        for future in admin.incremental_alter_configs([resource]).values():
+            future.result()
+
+    log = open_log(kafka_run)
+    log.make_topics()
+    set_retention("86400000")
+    try:
+        with pytest.raises(BadInput, match=r"steps has retention.ms 86400000 where the map says"):
+            log.make_topics()
+    finally:
+        set_retention(before)
+    log.close()
