@@ -7,6 +7,7 @@ health      /healthz and /metrics (Prometheus) on a loopback port
 stall       work is waiting and none is taken: an error in the log, and /healthz fails
 """
 
+import errno
 import logging
 import os
 import signal
@@ -56,7 +57,7 @@ def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) 
         run_function = program.load()
         logger.info("started", run_id=harness.run.run_id, worker=worker)
         with (
-            harness.health_page(resolved.health_ports[program.name]),
+            harness.health_page(resolved.health_ports[program.name], is_first=worker == program.name),
             harness.heartbeat(resolved.config.harness.heartbeat_seconds),
         ):
             run_function(harness.run, getattr(resolved.config, program.name), harness.pulse, harness.stop)
@@ -161,8 +162,15 @@ class Harness:
             thread.join(_HEARTBEAT_FLUSH_SECONDS)
 
     @contextmanager
-    def health_page(self, port: int) -> Iterator[None]:
-        server = _HealthServer(("127.0.0.1", port), self)
+    def health_page(self, port: int, is_first: bool = True) -> Iterator[None]:
+        """A further worker of a program finds its port taken by the first and answers on another, which its log names."""
+        try:
+            server = _HealthServer(("127.0.0.1", port), self)
+        except OSError as error:
+            if is_first or error.errno != errno.EADDRINUSE:
+                raise
+            server = _HealthServer(("127.0.0.1", 0), self)
+        logger.info("health", address=f"http://127.0.0.1:{server.server_port}/healthz")
         thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
         thread.start()
         try:

@@ -120,6 +120,25 @@ def test_a_program_that_hangs_is_ended_to_be_started_again(tmp_path: Path, kafka
     assert '"event": "stalled"' in printed
 
 
+def test_a_further_worker_answers_on_a_port_of_its_own(tmp_path: Path, kafka_run: Run) -> None:
+    first = Served(tmp_path, kafka_run, "works")
+    assert eventually(lambda: first.page("/healthz")[0] == 200, 60)
+    second = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(tmp_path), "works-too"], cwd=PROJECT, stderr=subprocess.PIPE, text=True
+    )
+    assert second.stderr is not None
+    for line in second.stderr:
+        if '"event": "health"' in line:
+            break
+    with urllib.request.urlopen(json.loads(line)["address"], timeout=5) as response:
+        assert response.status == 200
+    second.terminate()
+    second.communicate(timeout=60)
+    assert second.returncode == 0
+    first.process.terminate()
+    first.ended()
+
+
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, kafka_run: Run) -> None:
     code, printed = Served(tmp_path, kafka_run, "refuses").ended()
     assert code == 2
