@@ -90,7 +90,7 @@ def test_a_program_is_watched_while_it_runs_and_drains_when_told(tmp_path: Path,
     served.process.terminate()
     code, printed = served.ended()
     assert code == 0
-    assert [json.loads(line)["event"] for line in printed.splitlines()] == ["started", "drained"]
+    assert [json.loads(line)["event"] for line in printed.splitlines()] == ["started", "health", "drained"]
     beats = heartbeats(kafka_run, served.run_id)
     last = beats[-1]
     assert len(beats) > 1
