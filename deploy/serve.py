@@ -4,7 +4,7 @@ logs        structlog, one JSON object a line on stderr; the last line of a bad 
 stop        SIGTERM and SIGINT set an event; the program drains and returns; exit code 0
 heartbeat   WorkerSeen on the control topic every few seconds, from the program's pulse and the process itself
 health      /healthz and /metrics (Prometheus) on a loopback port
-stall       work is waiting and none is taken: an error in the log, and /healthz fails
+stall       work is waiting and none is taken: an error in the log, /healthz fails, and a stage of the streams is ended
 """
 
 import errno
