@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
 from deploy.options import RUNS, Runs, console, say
 from schemas.errors import BadInput
@@ -102,7 +102,16 @@ def reconcile(
         raise BadInput(f"nothing runs in {runs}, and both are asked through the stack: start it with `replayground up`")
     compared = Page(load(folder).page_url).reconcile(repair)
     table = Table(
-        "topic", "partition", "events", "rows", "missing", "surplus", "differing", "added", box=None, padding=(0, 2)
+        Column("topic", no_wrap=True),
+        "partition",
+        "events",
+        "rows",
+        "missing",
+        "surplus",
+        "differing",
+        "added",
+        box=None,
+        padding=(0, 2),
     )
     for place in compared:
         figures = (place.log_events, place.store_rows, place.missing, place.surplus, place.differing, place.repaired)
@@ -199,7 +208,7 @@ def _log_of(runs: Path) -> "Iterator[tuple[KafkaLog, str]]":
 
 
 def _table_of_lags(rows: "list[Row]") -> Table:
-    table = Table("group", "topic", "lag", "taken/s", "arriving/s", box=None, padding=(0, 2))
+    table = Table("group", Column("topic", no_wrap=True), "lag", "taken/s", "arriving/s", box=None, padding=(0, 2))
     for row in rows:
         rates = [row.taken_per_second, row.arriving_per_second]
         table.add_row(

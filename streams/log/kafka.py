@@ -261,6 +261,8 @@ class KafkaReader:
         self._consumer = Consumer(_consumer_settings(bootstrap_servers, group or f"reader-{uuid.uuid4()}"))
         self._next: dict[tuple[str, int], int] = {}
         self._ends_seen: dict[tuple[str, int], int] = {}
+        self._starts: dict[tuple[str, int], int] = {}
+        "where reading was told to begin, by seek_before_end"
         self._topics = list(topics)
         if group is None:
             self._assign_all()
@@ -285,7 +287,10 @@ class KafkaReader:
         for message in polled:
             error = message.error()
             if error is None:
-                self._next[str(message.topic()), _partition(message)] = _offset(message) + 1
+                place = (str(message.topic()), _partition(message))
+                if _offset(message) < self._starts.get(place, 0):
+                    continue  # was on its way when another place was sought
+                self._next[place] = _offset(message) + 1
                 if message.value() is not None:  # a tombstone says that something was removed; it is no event
                     messages.append(message)
             elif error.code() == KafkaError._PARTITION_EOF:
@@ -321,6 +326,7 @@ class KafkaReader:
         # assigned anew: a partition that was not fetched from yet cannot be sought
         self._consumer.assign([TopicPartition(*place, offset) for place, offset in starts.items()])
         self._next = dict(starts)
+        self._starts = starts
         self._ends_seen.clear()
 
     def caught_up(self) -> bool:

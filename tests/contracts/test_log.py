@@ -245,6 +245,9 @@ def test_a_reader_can_begin_before_the_end(opened: OpenLog, run_id: str) -> None
         log.append(event)
     log.flush()
     assert ids(drained(reader, run_id)) == {event.meta.id for event in new}
+    reader.seek_before_end(1)
+    newest = drained(reader, run_id)
+    assert len(newest) == len({delivery.address.partition for delivery in newest})
     reader.seek_before_end(10**6)
     assert ids(drained(reader, run_id)) == {event.meta.id for event in [*old, *new]}
     reader.close()
