@@ -122,6 +122,10 @@ class Control:
             return getattr(ServerProxy("http://127.0.0.1", transport=transport).supervisor, method)(*arguments)
         except HTTPException as error:  # it ended while it was asked
             raise ConnectionError(f"the supervisor did not answer: {error}") from error
+        except Fault as fault:
+            if fault.faultCode == Faults.SHUTDOWN_STATE:  # it still answers, but only this
+                raise ConnectionError("the supervisor is ending") from fault
+            raise
         finally:
             transport.close()
 

@@ -164,6 +164,16 @@ def test_a_disk_that_fills_up_ends_the_stack(folder: RunFolder) -> None:
         stack.require_healthy()
 
 
+def test_a_stack_that_is_ending_says_why(folder: RunFolder) -> None:
+    """The supervisor still answers while it waits for a program that is slow to drain, but only that it is ending."""
+    slow = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: time.sleep(4)); time.sleep(99)"
+    program = Supervised("slow", [sys.executable, "-c", slow], starts_at_once=True, settled_seconds=0)
+    stack = supervised(folder, [program], disk_free_bytes_min=1 << 62)
+    with pytest.raises(BadInput, match="is nearly full"):
+        require_healthy_for_long(stack)
+    assert eventually(lambda: not stack.is_alive())
+
+
 def test_a_program_of_another_stack_is_left_alone(folder: RunFolder, tmp_path: Path) -> None:
     other = subprocess.Popen(["sleep", "99"], env=os.environ | {guard.MARK: str(tmp_path / "other")})
     try:
