@@ -165,9 +165,10 @@ def test_a_disk_that_fills_up_ends_the_stack(folder: RunFolder) -> None:
 
 
 def test_a_stack_that_is_ending_says_why(folder: RunFolder) -> None:
-    """The supervisor still answers while it waits for a program that is slow to drain, but only that it is ending."""
-    slow = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: time.sleep(4)); time.sleep(99)"
-    program = Supervised("slow", [sys.executable, "-c", slow], starts_at_once=True, settled_seconds=0)
+    """The supervisor still answers while it waits for a program that does not drain, but only that it is ending."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
+    command = [sys.executable, "-c", deaf]
+    program = Supervised("deaf", command, starts_at_once=True, settled_seconds=0, stop_seconds_max=4)
     stack = supervised(folder, [program], disk_free_bytes_min=1 << 62)
     with pytest.raises(BadInput, match="is nearly full"):
         require_healthy_for_long(stack)
