@@ -3,13 +3,15 @@
 import json
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
 
-from consumers.reconcile import Compared
 from schemas.errors import BadInput, ReplaygroundError
+
+if TYPE_CHECKING:
+    from consumers.reconcile import Compared
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -77,8 +79,10 @@ class Page:
         except OSError as error:  # which an HTTPError is too
             raise ReplaygroundError(f"the report could not be made: {_reason(error)}") from error
 
-    def reconcile(self, repair: bool) -> list[Compared]:
-        """The trace store against the log, by partition. Raises BadInput."""
+    def reconcile(self, repair: bool) -> "list[Compared]":
+        """The trace store against the log, by partition. Raises BadInput, OSError when nobody answers."""
+        from consumers.reconcile import Compared  # brings ClickHouse's client, which no other command needs
+
         try:
             return msgspec.json.decode(
                 self._ask("/api/reconcile", {"repair": repair}, timeout_seconds=1800.0), type=list[Compared]

@@ -100,7 +100,10 @@ def reconcile(
     folder = latest_run_folder(runs)
     if not is_locked(runs):
         raise BadInput(f"nothing runs in {runs}, and both are asked through the stack: start it with `replayground up`")
-    compared = Page(load(folder).page_url).reconcile(repair)
+    try:
+        compared = Page(load(folder).page_url).reconcile(repair)
+    except OSError as error:
+        raise BadInput(f"the traces program does not answer ({error}): see `replayground logs traces`") from error
     table = Table(
         Column("topic", no_wrap=True),
         "partition",

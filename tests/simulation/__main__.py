@@ -6,23 +6,15 @@ import time
 
 import structlog
 
-from tests.simulation.simulator import check, simulate
+from tests.simulation.simulator import simulate_and_check
 
 
 def main(arguments: list[str]) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     first = int(arguments[0]) if arguments else 0
     count = int(arguments[1]) if len(arguments) > 1 else 1
-    began, kills, places = time.monotonic(), 0, 0
-    for seed in range(first, first + count):
-        simulated = simulate(seed)
-        kills += simulated.fate.kills
-        places += simulated.fate.places
-        try:
-            check(simulated)
-        except AssertionError:
-            print(f"seed {seed} fails", file=sys.stderr)
-            raise
+    began = time.monotonic()
+    kills, places = simulate_and_check(range(first, first + count))
     seconds = time.monotonic() - began
     print(
         f"{count} seeds, {kills} kills at {places} places where a program could be killed, {seconds:.1f} s: all agree"

@@ -202,6 +202,20 @@ def simulate(seed: int, streams: type[Streams] = Streams) -> Simulated:
     return Simulated(log, fate, plays.attempts)
 
 
+def simulate_and_check(seeds: range) -> tuple[int, int]:
+    """Kills, and places where one could have been, over all seeds. A seed that fails names itself."""
+    kills = places = 0
+    for seed in seeds:
+        simulated = simulate(seed)
+        try:
+            check(simulated)
+        except AssertionError as error:
+            error.add_note(f"seed {seed}: python -m tests.simulation {seed}")
+            raise
+        kills, places = kills + simulated.fate.kills, places + simulated.fate.places
+    return kills, places
+
+
 def check(simulated: Simulated) -> None:
     """The oracle. Raises AssertionError."""
     quiet = MemoryLog(_CODEC)

@@ -5,7 +5,7 @@ python -m tests.simulation 4711
 
 import pytest
 
-from tests.simulation.simulator import Streams, check, simulate
+from tests.simulation.simulator import Streams, check, simulate, simulate_and_check
 
 SEEDS = 200
 SEEDS_FOR_A_FAULT = 60
@@ -34,12 +34,7 @@ class OffsetsBeforeFacts(Streams):
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 20))
 def test_trouble_changes_nothing(first: int) -> None:
-    for seed in range(first, first + 20):
-        try:
-            check(simulate(seed))
-        except AssertionError as error:
-            error.add_note(f"seed {seed}: python -m tests.simulation {seed}")
-            raise
+    simulate_and_check(range(first, first + 20))
 
 
 def test_there_is_trouble() -> None:
