@@ -40,7 +40,8 @@ def fuzzing(quick: bool) -> str:
     assert fuzzed.holds, fuzzed
     return (
         f"{fuzzed.mutated:,} mutated messages on {len(INPUT_TOPICS)} topics in {time.monotonic() - began:.0f} s: "
-        f"{fuzzed.rejected:,} rejects, each with its address; {fuzzed.good_found} of {fuzzed.good_expected} facts of the good messages between them"
+        f"{fuzzed.rejected:,} rejects, each with its address; {fuzzed.good_found} of {fuzzed.good_expected} facts of the "
+        "good messages between them"
     )
 
 
