@@ -65,7 +65,9 @@ class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: int = 8200
     "port on loopback of the web page and the SQL interface"
     batch_rows_max: int = 10_000
-    "rows inserted at once at most; bounds the memory of the program"
+    "rows inserted at once at most"
+    batch_bytes_max: int = 16 * 1024 * 1024
+    "a batch of rows that has this size is inserted as it is; with batch_rows_max it bounds the memory of the program"
     flush_seconds: float = 1.0
     "a row waits no longer than this for others to be inserted with"
     sql_seconds_max: float = 20.0

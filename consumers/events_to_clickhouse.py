@@ -1,6 +1,6 @@
 """The traces program: every topic of the log into ClickHouse, and the web page, SQL and reports over it.
 
-    TraceWriter   deliveries → rows → one insert → commit, bounded by rows and by time
+    TraceWriter   deliveries → rows → one insert → commit, bounded by rows, by bytes and by time
     LagWatch      asks the log every few seconds how far each stage is behind
     web           (consumers.dashboard.web) the page and the interface, in a thread of this process
 
@@ -16,18 +16,24 @@ import structlog
 
 from consumers.clickhouse import queries
 from consumers.clickhouse.deliveries import delivery_row
+from consumers.clickhouse.rows import Row
 from consumers.clickhouse.store import Place, Store
 from consumers.config import TracesSettings
 from consumers.lag_watch import LagWatch
 from schemas.errors import BadInput, LogUnavailable
 from schemas.events import Address
+from schemas.ids import now_microseconds
 from schemas.metrics import Pulse
 from schemas.run import Run
-from schemas.topics import TOPICS
+from schemas.topics import TOPIC_BY_NAME, TOPICS
 from streams.log.connect import open_log
 from streams.log.protocol import Delivery, Log, Reader
+from streams.rules.dead_letter import rejected
 
+_STAGE = "traces"
 _REST_SECONDS = 0.1
+_POLL_EVENTS_MAX = 250
+"decoded at once: as rows their size is counted, while events that were spilled to blobs are far larger than their messages"
 _FORGETTING = ("control", "weights")
 "topics whose old messages may be removed from the log by age or by a tombstone"
 
@@ -61,6 +67,7 @@ class TraceWriter:
     def __init__(self, log: Log, store: Store, run: Run, settings: TracesSettings, pulse: Pulse) -> None:
         self._log = log
         self._store = store
+        self._run_id = run.run_id
         self._group = f"traces-{run.run_id}"
         self._settings = settings
         self._pulse = pulse
@@ -75,12 +82,12 @@ class TraceWriter:
         reader = self._log.reader([topic.name for topic in TOPICS], group=self._group)
         try:
             while not stop.is_set():
-                deliveries = self._gathered(reader, stop)
+                rows, events = self._gathered(reader, stop)
                 # before the insert: what arrives during it is not in the store when we say that all is
                 complete = self._asked.is_set() and reader.caught_up()
                 with self._pulse.busy():
-                    self.insert(deliveries)
-                if deliveries:
+                    self._insert(rows, events)
+                if events:
                     _commit(reader)
                 if complete:
                     self._answered.set()
@@ -89,11 +96,32 @@ class TraceWriter:
 
     def insert(self, deliveries: Sequence[Delivery]) -> None:
         """Inserts what the store does not have yet."""
-        rows = [delivery_row(delivery) for delivery in deliveries if self._is_new(delivery)]
+        self._insert(self._rows(deliveries), len(deliveries))
+
+    def _rows(self, deliveries: Sequence[Delivery]) -> list[Row]:
+        """The rows of what the store does not have yet."""
+        new = [delivery for delivery in deliveries if self._is_new(delivery)]
+        self._reject(new)  # before the insert: what the store has is never looked at again
+        return [delivery_row(delivery) for delivery in new]
+
+    def _insert(self, rows: list[Row], events: int) -> None:
         self._store.insert(rows)
         for row in rows:
             self._following[row["topic"], row["partition"]] = row["offset"] + 1
-        self._pulse.count("events_read", len(deliveries))
+        self._pulse.count("events_read", events)
+
+    def _reject(self, deliveries: Sequence[Delivery]) -> None:
+        """What cannot be read and has no stage that refuses it becomes a dead letter here."""
+        rejects = [
+            rejected(self._run_id, _STAGE, bad.address, bad.key, bad.value, bad.undecodable, now_microseconds())
+            for bad in deliveries
+            if bad.undecodable is not None and TOPIC_BY_NAME[bad.address.topic].rejected_by == _STAGE
+        ]
+        if rejects:
+            for reject in rejects:
+                self._log.append(reject)
+            self._log.flush()
+            self._pulse.count("rejected", len(rejects))
 
     def await_caught_up(self, timeout_seconds: float) -> bool:
         """Waits until everything that is on the log at this moment is in the store; False when that takes too long."""
@@ -104,19 +132,25 @@ class TraceWriter:
         finally:
             self._asked.clear()
 
-    def _gathered(self, reader: Reader, stop: threading.Event) -> list[Delivery]:
-        """What arrives within the flush time, at most one batch."""
-        deliveries: list[Delivery] = []
+    def _gathered(self, reader: Reader, stop: threading.Event) -> tuple[list[Row], int]:
+        """The rows of what arrives within the flush time, at most one batch, and how many events that was."""
+        rows: list[Row] = []
+        events = bytes_gathered = 0
         flush_at = time.monotonic() + self._settings.flush_seconds
-        while not stop.is_set():
+        while not stop.is_set() and bytes_gathered < self._settings.batch_bytes_max:
             patience_seconds = flush_at - time.monotonic()
-            room = self._settings.batch_rows_max - len(deliveries)
+            room = min(_POLL_EVENTS_MAX, self._settings.batch_rows_max - events)
             if patience_seconds <= 0 or room <= 0:
                 break
-            deliveries += reader.poll(room, patience_seconds)
-            # messages come one by one: taken ten times a second instead, they cost a tenth of the processor time
-            stop.wait(min(_REST_SECONDS, patience_seconds) if len(deliveries) < self._settings.batch_rows_max else 0.0)
-        return deliveries
+            deliveries = reader.poll(room, patience_seconds)
+            new = self._rows(deliveries)
+            rows += new
+            events += len(deliveries)
+            bytes_gathered += sum(len(row["body"]) for row in new)
+            if len(deliveries) < room:
+                # messages come one by one: taken ten times a second instead, they cost a tenth of the processor time
+                stop.wait(min(_REST_SECONDS, patience_seconds))
+        return rows, events
 
     def _is_new(self, delivery: Delivery) -> bool:
         address = delivery.address

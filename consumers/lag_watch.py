@@ -6,8 +6,9 @@ import structlog
 
 from schemas.errors import LogUnavailable
 from schemas.metrics import Pulse
+from schemas.retention import Expiry, expiry_of
 from schemas.run import Run
-from schemas.topics import TOPICS
+from schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
 from streams.log.protocol import Log
 
 _EVERY_SECONDS = 5.0
@@ -64,3 +65,16 @@ def lags_of(log: Log, run_id: str) -> dict[str, int]:
         for topic, standing in log.standing(f"{group}-{run_id}", list(stages)).items():
             lags[stages[topic]] = lags.get(stages[topic], 0) + standing.lag
     return lags
+
+
+def expiries_of(log: Log, run_id: str, now_milliseconds: int) -> list[Expiry]:
+    """Every group and topic where the broker may forget something unread. Raises LogUnavailable."""
+    found: list[Expiry] = []
+    for group, stages in GROUPS:
+        forgetting = [topic for topic in stages if TOPIC_BY_NAME[topic].retention_milliseconds != FOREVER]
+        if forgetting:  # most groups read nothing that is forgotten, and need not be asked about
+            for topic, unread in log.unread(f"{group}-{run_id}", forgetting).items():
+                oldest, expired = unread.oldest_milliseconds, unread.expired
+                expiry = expiry_of(group, TOPIC_BY_NAME[topic], oldest, expired, now_milliseconds)
+                found += [] if expiry is None else [expiry]
+    return found

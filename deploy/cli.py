@@ -203,26 +203,19 @@ def sql(
 
     Example:  replayground sql "SELECT type, count() FROM events GROUP BY type ORDER BY 2 DESC"
     """
-    from deploy.local.folder import is_locked, latest_run_folder
-    from deploy.page import Page
-    from deploy.resolve import load
+    from deploy.operate.commands import page_of
 
-    folder = latest_run_folder(runs)
-    if not is_locked(runs):
-        raise BadInput(
-            f"nothing runs in {runs}, and the traces are asked through the stack: start it with `replayground up`"
-        )
-    try:
-        answer = Page(load(folder).page_url).sql(statement)
-    except OSError as error:
-        raise BadInput(f"the traces program does not answer ({error}): see `replayground logs traces`") from error
+    with page_of(runs) as page:
+        answer = page.sql(statement)
     _print_answer(answer)
 
 
 app.command()(commands.tail)
 app.command()(commands.lag)
 app.command()(commands.reconcile)
+app.command()(commands.steer)
 app.add_typer(commands.dead_letters, name="dead-letters")
+app.add_typer(commands.blobs, name="blobs")
 
 
 @app.command()

@@ -8,7 +8,7 @@ import difflib
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -43,6 +43,14 @@ class LocalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     "a program that had to be started again more often than this ends the run"
 
 
+class BlobsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where what is too large for the log is kept. TOML section [blobs]."""
+
+    url: str = ""
+    """empty = in the folder of the run; or a bucket, such as s3://bucket/prefix, below which each run has a place of its own.
+    Keys and the address of the server stand in the environment: see schemas.blobs"""
+
+
 class HarnessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What surrounds every program. TOML section [harness]."""
 
@@ -50,6 +58,8 @@ class HarnessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "how often a program says on the log that it lives, and how it does"
     stall_seconds: float = 60.0
     "a program that has work waiting and takes none for this long has stalled: it logs an error and its /healthz fails"
+    retention_look_seconds: float = 60.0
+    "how often a program looks whether the broker is about to forget what a group of the run has not read"
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +75,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     vllm: VllmSettings = VllmSettings()
     reloader: ReloaderSettings = ReloaderSettings()
     traces: TracesSettings = TracesSettings()
+    blobs: BlobsSettings = BlobsSettings()
     local: LocalSettings = LocalSettings()
     harness: HarnessSettings = HarnessSettings()
 
@@ -103,7 +114,15 @@ def load_config(path: Path) -> Config:
 
 def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Paths in a config are relative to it; programs run elsewhere."""
-    for keys in (("job", "module"), ("feeder", "tasks_file"), ("trainer", "model", "path")):
+    search = ("rollouts", "tools", "search")
+    for keys in (
+        ("job", "module"),
+        ("job", "agents"),
+        ("feeder", "tasks_file"),
+        ("trainer", "model", "path"),
+        (*search, "corpus"),
+        (*search, "recordings"),
+    ):
         section: Any = raw
         for key in keys[:-1]:
             section = section.get(key, {}) if isinstance(section, dict) else {}
@@ -142,7 +161,7 @@ def _require_model(folder: Path, source: Path) -> None:
 
 def _explain(problem: str) -> str:
     """msgspec's message in the words of a TOML file."""
-    what, _, where = problem.partition(" - at `$")
+    what, _, where = problem.replace("[...]", ".NAME").partition(" - at `$")
     path = [part for part in where.rstrip("`").lstrip(".").split(".") if part]
     unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what)
     if unknown is None:
@@ -158,7 +177,7 @@ def _explain(problem: str) -> str:
 def _settings_at(path: list[str]) -> Any:
     settings: Any = Config
     for part in path:
-        settings = get_type_hints(settings)[part]
+        settings = get_args(settings)[-1] if part == "NAME" else get_type_hints(settings)[part]
     return settings
 
 

@@ -106,13 +106,14 @@ def resolve(folder: RunFolder, asked: Asked) -> Resolved:
             **{_health(program.name): 0 for program in PROGRAMS},
         }
     )
+    config = parse_config(_filled(asked.raw, ports, folder), Path(asked.source))
     return Resolved(
         run_id=folder.run_id,
         asked=asked,
-        config=parse_config(_filled(asked.raw, ports, folder), Path(asked.source)),
+        config=config,
         bootstrap_servers=f"127.0.0.1:{ports['local.kafka_port']}",
         registry_url=f"http://127.0.0.1:{ports['local.registry_port']}/apis/ccompat/v7",
-        blobs_url=folder.blobs_url,
+        blobs_url=f"{config.blobs.url.rstrip('/')}/{folder.run_id}" if config.blobs.url else folder.blobs_url,
         ports=ports,
         health_ports={program.name: ports[_health(program.name)] for program in PROGRAMS},
     )

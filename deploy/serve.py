@@ -5,6 +5,8 @@ stop        SIGTERM and SIGINT set an event; the program drains and returns; exi
 heartbeat   WorkerSeen on the control topic every few seconds, from the program's pulse and the process itself
 health      /healthz and /metrics (Prometheus) on a loopback port
 stall       work is waiting and none is taken: an error in the log, /healthz fails, and a stage of the streams is ended
+retention   what a group of the run has not read is about to be forgotten by the broker: an error in the log, and how long
+            is left stands in /metrics. Every program looks, since the one that does not read cannot be relied on to tell
 """
 
 import errno
@@ -27,6 +29,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from consumers.lag_watch import expiries_of
+from deploy.config import HarnessSettings
 from deploy.programs import Program
 from deploy.resolve import Resolved
 from schemas.errors import BadInput, LogUnavailable
@@ -35,6 +39,7 @@ from schemas.ids import new_id, now_microseconds
 from schemas.metrics import FIGURES, Pulse
 from schemas.run import Run
 from streams.log.connect import open_log
+from streams.log.protocol import Log
 
 logger = structlog.get_logger()
 
@@ -48,9 +53,7 @@ def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) 
     stack ends it.
     """
     configure_logs(program.name)
-    harness = Harness(
-        program.name, resolved.run_of(worker), resolved.config.harness.stall_seconds, program.ends_when_stalled
-    )
+    harness = Harness(program.name, resolved.run_of(worker), resolved.config.harness, program.ends_when_stalled)
     harness.stop_on_signals()
     try:
         # before the health port opens: a program that cannot be imported must not look alive for a moment
@@ -58,7 +61,7 @@ def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) 
         logger.info("started", run_id=harness.run.run_id, worker=worker)
         with (
             harness.health_page(resolved.health_ports[program.name], is_first=worker == program.name),
-            harness.heartbeat(resolved.config.harness.heartbeat_seconds),
+            harness.heartbeat(),
         ):
             run_function(harness.run, getattr(resolved.config, program.name), harness.pulse, harness.stop)
             harness.wait_for_stop()
@@ -110,26 +113,60 @@ class StallWatch:
     stall_seconds: float
     _read_before: float = -1.0
     _moved_at: float | None = field(default=None)
+    _looked_at: float = 0.0
 
     def is_stalled(self, figures: dict[str, float], now: float) -> bool:
         """True when lag is above zero and events_read has not grown for stall_seconds."""
         read = figures.get("events_read", 0.0)
-        if self._moved_at is None or read != self._read_before or figures.get("lag", 0.0) <= 0:
+        # who did not look for long was stopped together with the program, and says nothing against it
+        was_stopped = now - self._looked_at >= 0.75 * self.stall_seconds
+        if self._moved_at is None or was_stopped or read != self._read_before or figures.get("lag", 0.0) <= 0:
             self._read_before, self._moved_at = read, now
+        self._looked_at = now
         return now - self._moved_at >= self.stall_seconds
+
+
+class RetentionWatch:
+    """Notices when the broker is about to forget what a group of the run has not read. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self.seconds_left: float | None = None
+        "of whatever is forgotten first; None when nothing unread can be"
+        self._alarming: set[tuple[str, str]] = set()
+
+    def look(self, log: Log, run_id: str, now_milliseconds: int) -> None:
+        """Logs an error when an alarm begins. Raises LogUnavailable."""
+        expiries = expiries_of(log, run_id, now_milliseconds)
+        self.seconds_left = min((expiry.seconds_left for expiry in expiries), default=None)
+        alarming = {(expiry.group, expiry.topic): expiry for expiry in expiries if expiry.is_alarming}
+        for place in alarming.keys() - self._alarming:
+            expiry = alarming[place]
+            logger.error(
+                "unread messages expire",
+                group=expiry.group,
+                topic=expiry.topic,
+                seconds_left=expiry.seconds_left,
+                expired=expiry.expired,
+            )
+        for group, topic in self._alarming - alarming.keys():
+            logger.info("nothing unread expires any more", group=group, topic=topic)
+        self._alarming = set(alarming)
 
 
 class Harness:
     """What surrounds one running program."""
 
-    def __init__(self, role: str, run: Run, stall_seconds: float, ends_when_stalled: bool = False) -> None:
+    def __init__(self, role: str, run: Run, settings: HarnessSettings, ends_when_stalled: bool = False) -> None:
         self._ends_when_stalled = ends_when_stalled
         self.role = role
         self.run = run
         self.pulse = Pulse()
         self.stop = threading.Event()
         self.stalled = False
-        self._watch = StallWatch(stall_seconds)
+        self._settings = settings
+        self._watch = StallWatch(settings.stall_seconds)
+        self._retention = RetentionWatch()
+        self._looked_at = time.monotonic()
         self._usage = Usage()
 
     def stop_on_signals(self) -> None:
@@ -147,13 +184,15 @@ class Harness:
             self.stop.wait()
 
     def figures(self) -> dict[str, float]:
-        return self.pulse.figures() | self._usage.figures()
+        left = self._retention.seconds_left
+        retention = {} if left is None else {"retention_seconds_left": left}
+        return self.pulse.figures() | self._usage.figures() | retention
 
     @contextmanager
-    def heartbeat(self, seconds: float) -> Iterator[None]:
+    def heartbeat(self) -> Iterator[None]:
         """Beats while the block runs, and once more at its end, with the final figures."""
         ended = threading.Event()
-        thread = threading.Thread(target=self._beat_until, args=(ended, seconds), name="heartbeat", daemon=True)
+        thread = threading.Thread(target=self._beat_until, args=(ended,), name="heartbeat", daemon=True)
         thread.start()
         try:
             yield
@@ -179,16 +218,17 @@ class Harness:
             server.shutdown()
             server.server_close()
 
-    def _beat_until(self, ended: threading.Event, seconds: float) -> None:
+    def _beat_until(self, ended: threading.Event) -> None:
         log = open_log(self.run)
         is_last = False
         while not is_last:
-            is_last = ended.wait(seconds)
+            is_last = ended.wait(self._settings.heartbeat_seconds)
             figures = self.figures()
             self._notice_stall(figures)
             try:
                 log.append(self._worker_seen(figures))
                 log.flush(_HEARTBEAT_FLUSH_SECONDS)
+                self._look_at_retention(log)
             except LogUnavailable as error:
                 # the program meets the same broker and decides for itself; a missed beat is no reason to end
                 logger.warning("heartbeat missed", reason=str(error))
@@ -208,6 +248,12 @@ class Harness:
         elif self.stalled and not stalled:
             logger.info("goes on after a stall")
         self.stalled = stalled
+
+    def _look_at_retention(self, log: Log) -> None:
+        now = time.monotonic()
+        if now - self._looked_at >= self._settings.retention_look_seconds:
+            self._looked_at = now
+            self._retention.look(log, self.run.run_id, now_microseconds() // 1000)
 
     def _worker_seen(self, figures: dict[str, float]) -> WorkerSeen:
         meta = Meta(

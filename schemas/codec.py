@@ -7,6 +7,7 @@ its place, unseen by whoever appends and reads.
 import io
 import struct
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 import fastavro
@@ -69,7 +70,9 @@ class _Writer:
 class _Reader:
     """How to read one schema id: the writer's schema, ours if it differs, and the class."""
 
-    def __init__(self, written: dict[str, Any]) -> None:
+    def __init__(self, written: Any) -> None:
+        if not isinstance(written, dict):  # a bare type, or a union
+            raise Undecodable(f"{str(written)[:80]!r} is no record")
         self.name = f"{written.get('namespace', '')}.{written.get('name', '')}"
         self.written: Schema = fastavro.parse_schema(written)
         ours = Spilled.schema if self.name == _SPILLED else _own_schema(self.name)
@@ -81,7 +84,13 @@ class _Reader:
 def _own_schema(name: str) -> dict[str, Any]:
     if name not in _CLASSES:
         raise Undecodable(f"unknown record {name}")
-    return schema_of(_CLASSES[name])
+    return _schema_of(_CLASSES[name])
+
+
+@cache
+def _schema_of(event_class: type[Event]) -> dict[str, Any]:
+    """Made once a process: it takes about a millisecond, and every codec needs all of them."""
+    return schema_of(event_class)
 
 
 class Codec:
@@ -95,10 +104,13 @@ class Codec:
         self._readers: dict[int, _Reader] = {}
 
     def register_all(self) -> None:
-        """Registers every schema of the map, so that a broken registry or an incompatible change shows at the start."""
+        """Registers every schema of the map, so that a broken registry or an incompatible change shows at the start.
+
+        From then on every event can be written, and be read if it was written by the same release, without a registry."""
         for topic in TOPICS:
+            self._spill_writers[topic.name] = _Writer(self._registry, topic.name, Spilled.schema)
             for event_class in topic.events:
-                self._writer(event_class)
+                self._writers[event_class] = _Writer(self._registry, topic.name, _schema_of(event_class))
 
     def close(self) -> None:
         """Lets go of the registry's connections; schemas already known can still be used."""
@@ -110,7 +122,10 @@ class Codec:
         return data if len(data) <= EVENT_BYTES_MAX else self._spill(event, data)
 
     def decode(self, data: bytes, topic: str | None = None) -> Event:
-        """The event behind wire bytes. Raises Undecodable with the reason; never anything else for bad bytes."""
+        """The event behind wire bytes. Raises Undecodable with the reason; never anything else for bad bytes.
+
+        Raises LogUnavailable when the registry or the blobs would have to be asked and do not answer: then nobody can
+        tell whether the bytes are bad, and they have to be read again later."""
         decoded = self._read(data)
         if isinstance(decoded, Spilled):
             decoded = self._read(self._fetch(decoded))
@@ -120,20 +135,29 @@ class Codec:
             raise Undecodable(f"{type(decoded).__name__} does not belong on topic {topic}")
         return decoded
 
+    def spilled(self, data: bytes) -> Spilled | None:
+        """The claim on a blob that stands for an event, if these wire bytes are one. Raises LogUnavailable."""
+        if len(data) < _HEADER.size or data[0] != _MAGIC:
+            return None
+        try:
+            is_spilled = self._reader(_HEADER.unpack_from(data)[1]).event_class is Spilled
+            decoded = self._read(data) if is_spilled else None
+        except Undecodable:
+            return None
+        return decoded if isinstance(decoded, Spilled) else None
+
     def _writer(self, event_class: type[Event]) -> _Writer:
         writer = self._writers.get(event_class)
         if writer is None:
-            writer = _Writer(self._registry, TOPIC_BY_EVENT[event_class].name, schema_of(event_class))
-            self._writers[event_class] = writer
+            # all at once: the registry may be gone when the next kind of event is to be written
+            self.register_all()
+            writer = self._writers[event_class]
         return writer
 
     def _spill(self, event: Event, data: bytes) -> bytes:
-        topic = TOPIC_BY_EVENT[type(event)].name
-        if topic not in self._spill_writers:
-            self._spill_writers[topic] = _Writer(self._registry, topic, Spilled.schema)
         uri, sha256 = self._blobs.put(data)
         spilled = Spilled(type(event).__name__, uri, sha256, len(data))
-        return self._spill_writers[topic].write(msgspec.to_builtins(spilled))
+        return self._spill_writers[TOPIC_BY_EVENT[type(event)].name].write(msgspec.to_builtins(spilled))
 
     def _fetch(self, spilled: Spilled) -> bytes:
         try:
@@ -162,8 +186,12 @@ class Codec:
         reader = self._readers.get(schema_id)
         if reader is None:
             try:
-                reader = _Reader(self._registry.schema_of(schema_id))
+                written = self._registry.schema_of(schema_id)
             except KeyError as error:
                 raise Undecodable(f"unknown schema id {schema_id}") from error
+            try:
+                reader = _Reader(written)
+            except Exception as error:  # anybody may register anything, and fastavro stumbles over it as it likes
+                raise Undecodable(f"schema id {schema_id} is of no event of ours: {error}") from error
             self._readers[schema_id] = reader
         return reader

@@ -21,5 +21,17 @@ class LogUnavailable(ReplaygroundError):
     """The broker or the registry cannot be reached in time."""
 
 
+class BlobsUnavailable(LogUnavailable):
+    """The store of blobs cannot be reached. To whoever reads and writes events it is a part of the log."""
+
+
+class LogBroken(ReplaygroundError):
+    """The log's client cannot go on and says so itself: this process must end, and the next one reads back where it was."""
+
+
+class Rebalanced(LogUnavailable):
+    """Partitions are being moved between the readers of a group: nothing was committed, and what is still ours may be later."""
+
+
 class Fenced(ReplaygroundError):
     """Another instance took over our transactional id: this process must end."""

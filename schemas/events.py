@@ -8,8 +8,9 @@ Token ids are packed little-endian int32 and log-probabilities float32 (schemas.
 This file is pure: no clock, no random, no client library.
 """
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+from msgspec import Meta as Within
 from msgspec import Struct
 
 Purpose = Literal["train", "eval", "demonstrate", "replay"]
@@ -18,7 +19,11 @@ ErrorKind = Literal["agent", "tool", "infra"]
 Verdict = Literal["scored", "excluded"]
 StepKind = Literal["initial", "sft", "grpo"]
 WeightsKind = Literal["full", "lora", "delta"]
-Command = Literal["pause", "resume", "drain", "hold", "release", "promote", "roll_back"]
+Command = Literal["pause", "resume", "drain", "hold", "release", "promote", "roll_back", "cancel"]
+
+# programs count up to these: a number beyond all sense in one message is refused, or it would stop them all
+GroupSize = Annotated[int, Within(ge=1, le=4096)]
+Retry = Annotated[int, Within(ge=0, le=100)]
 
 
 class Meta(Struct, frozen=True, kw_only=True):
@@ -97,7 +102,7 @@ class Task(Struct, frozen=True, kw_only=True):
     world: str
     "JSON of the world: files, tables, keys and perturbations"
     scorers: list[str]
-    group_size: int
+    group_size: GroupSize
     split: str
     tags: dict[str, str] = {}
 
@@ -124,7 +129,7 @@ class RolloutRequested(Event, frozen=True, kw_only=True):
     deadline: int
     "microseconds since the epoch"
     required_version: int | None = None
-    retry: int = 0
+    retry: Retry = 0
     "how often this member was asked for before"
 
 
@@ -168,6 +173,8 @@ class TurnGenerated(Event, frozen=True, kw_only=True):
     sampling: Sampling
     finish_reason: str
     milliseconds: float
+    context: int = 0
+    "which context of the attempt it extends; 0 is the one that RolloutStarted's prompt began"
 
 
 class ToolCalled(Event, frozen=True, kw_only=True):
@@ -196,15 +203,24 @@ class ToolObserved(Event, frozen=True, kw_only=True):
     "JSON of what the perturbation layer did to this observation"
     tokens: bytes
     "observation and the header of the next turn, appended to the sampled ids"
+    context: int = 0
+    "which context of the attempt reads it; the next unused number begins a new one, whose prompt is `tokens`"
+    context_because: str | None = None
+    "why a new context begins where an old one could not be extended id by id; null otherwise"
 
 
 class AgentMessaged(Event, frozen=True, kw_only=True):
-    """A hand-off, delegation or reply between agents of a topology."""
+    """A hand-off, delegation or reply between agents of a topology. Sender, receiver and caller stand in `meta`."""
 
     number: ClassVar[int] = 7
     kind: str
     content: str
     tokens: bytes
+    "what the receiver reads it as, with the header of its next turn"
+    context: int = 0
+    "which context of the attempt reads it; the next unused number begins a new one, whose prompt is `tokens`"
+    context_because: str | None = None
+    "why a new context begins: an agent was spoken to for the first time, or its old one could not be extended id by id"
 
 
 class RolloutEnded(Event, frozen=True, kw_only=True):
@@ -230,6 +246,15 @@ class Segment(Struct, frozen=True, kw_only=True):
     agent: str
     policy_version: int | None
     "null for what the policy did not say"
+
+
+class Context(Struct, frozen=True, kw_only=True):
+    """Tokens from `start` to the next context were read and said by one agent, who saw nothing before `start`."""
+
+    start: int
+    agent: str
+    because: str | None = None
+    "why it began, when it is not the first"
 
 
 class Utterance(Struct, frozen=True, kw_only=True):
@@ -267,6 +292,8 @@ class TrajectoryAssembled(Event, frozen=True, kw_only=True):
     tools_hash: str
     world_hash: str
     cost: float
+    contexts: list[Context] = []
+    "where each agent's own view begins in `tokens`, in order, the first at 0; empty = one context, as of one agent"
 
 
 class RewardAssigned(Event, frozen=True, kw_only=True):
@@ -275,7 +302,7 @@ class RewardAssigned(Event, frozen=True, kw_only=True):
     number: ClassVar[int] = 10
     trajectory: Address
     index: int
-    group_size: int
+    group_size: GroupSize
     scorers: list[str]
     "all scorers of the task: the group waits for each of them"
     scorer: str

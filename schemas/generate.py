@@ -12,7 +12,7 @@ import sys
 import types
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
@@ -72,6 +72,8 @@ def _type(annotation: Any, defined: set[str]) -> Schema:
         return _PRIMITIVES[annotation]
     if origin is Literal:
         return "string"
+    if origin is Annotated:
+        return _type(get_args(annotation)[0], defined)
     if origin in (types.UnionType, Union):
         return ["null", *(_type(part, defined) for part in get_args(annotation) if part is not type(None))]
     if origin is list:

@@ -4,6 +4,9 @@ def tasks(split, seed) -> Iterator[Task]
     Endless. `split` is "train" or "heldout"; the same seed gives the same tasks.
 SYSTEM_PROMPT: str
     Optional. What the agent reads before the task.
+AGENTS: tuple
+    Optional. Agents, topologies and models (producers.agent, producers.topology) that tasks name as their `agent`. A task
+    whose agent is none of them is played by one agent with SYSTEM_PROMPT and the task's toolset.
 TOOLS: tuple
     Optional. Tools of one's own (sandboxes.tools).
 SCORERS: tuple[Scorer, ...]
@@ -61,6 +64,7 @@ class Job:
     demonstrate: Callable[[Task, list[tuple[str, str]], int], str] | None
     texts: Callable[[int], Iterator[str]] | None
     scaffold: tuple[str, ...] = ()
+    agents: tuple[Any, ...] = ()
 
 
 def load_job(module: str) -> Job:
@@ -80,6 +84,7 @@ def load_job(module: str) -> Job:
         demonstrate=getattr(loaded, "demonstrate", None),
         texts=getattr(loaded, "texts", None),
         scaffold=tuple(getattr(loaded, "SCAFFOLD", ())),
+        agents=tuple(getattr(loaded, "AGENTS", ())),
     )
 
 

@@ -13,6 +13,7 @@ FIGURES: dict[str, str] = {
     "events_written": "events appended to the log since the start",
     "rejected": "messages written to dead-letters since the start",
     "lag": "messages on the log that this program has not taken yet",
+    "retention_seconds_left": "until the broker forgets the oldest message that a group of this run has not read",
     "running": "rollouts under way",
     "waiting": "rollouts asked for that no slot has taken yet",
     "tokens_sampled": "tokens sampled since the start",

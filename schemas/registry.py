@@ -4,20 +4,27 @@ Ids are cached in the process: a registry that is down does not stop a program t
 """
 
 import json
+import time
 from typing import Any, Protocol
 
+import httpx2
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 from confluent_kafka.schema_registry.error import SchemaRegistryError
 
 from schemas.errors import LogUnavailable
 
 COMPATIBILITY = "FULL_TRANSITIVE"
+_SCHEMA_NOT_FOUND = 40403
+"the API's own code: a bare 404 may as well come from a wrong address, and then nothing is known of the schema"
+_RESTART_SECONDS_MIN = 3.0
+"no registry is killed and answers again within this time"
+_SETTLE_SECONDS = 2.0
 
 
 class Registry(Protocol):
     """Knows the id of every schema. May block on the network the first time a schema or id is asked for.
 
-    Raises LogUnavailable when it must ask and nobody answers, KeyError for an id that nobody registered.
+    Raises LogUnavailable when it must ask and nobody answers, KeyError for an id under which no Avro schema is registered.
     """
 
     def id_of(self, subject: str, schema: dict[str, Any]) -> int: ...
@@ -34,6 +41,7 @@ class ConfluentRegistry:
         self._client = SchemaRegistryClient({"url": url, "timeout": 20})
         self._ids: dict[tuple[str, str], int] = {}
         self._schemas: dict[int, dict[str, Any]] = {}
+        self._settled_at = float("-inf")
 
     def require_compatibility(self) -> None:
         """Sets the global rule: replay reads events of any age, so no version may break any other."""
@@ -51,8 +59,33 @@ class ConfluentRegistry:
 
     def schema_of(self, schema_id: int) -> dict[str, Any]:
         if schema_id not in self._schemas:
-            self._schemas[schema_id] = json.loads(self._asked(lambda: self._client.get_schema(schema_id)).schema_str)
+            try:
+                self._schemas[schema_id] = self._fetched(schema_id)
+            except KeyError:
+                if not self._settle():
+                    raise
+                self._schemas[schema_id] = self._fetched(schema_id)
         return self._schemas[schema_id]
+
+    def _fetched(self, schema_id: int) -> dict[str, Any]:
+        schema: Schema = self._asked(lambda: self._client.get_schema(schema_id))
+        if schema.schema_type != "AVRO":
+            raise KeyError(f"{schema_id} is of type {schema.schema_type}")
+        fetched: dict[str, Any] = json.loads(schema.schema_str or "null")
+        return fetched
+
+    def _settle(self) -> bool:
+        """Gives a registry that may have just started time to read its schemas back, for it answers before it has them
+        all. False when it was given that time already, so that it is believed. Raises LogUnavailable."""
+        if time.monotonic() - self._settled_at < _RESTART_SECONDS_MIN:
+            self._settled_at = time.monotonic()
+            return False
+        time.sleep(_SETTLE_SECONDS)
+        subjects = set(self._asked(self._client.get_subjects))
+        if not subjects.issuperset(subject for subject, _ in self._ids):
+            raise LogUnavailable("the schema registry has not read back the schemas that it was given")
+        self._settled_at = time.monotonic()
+        return True
 
     def close(self) -> None:
         self._client.__exit__()  # type: ignore[no-untyped-call]  # its only way to let go of its connections
@@ -61,10 +94,10 @@ class ConfluentRegistry:
         try:
             return question()
         except SchemaRegistryError as error:
-            if error.http_status_code == 404:
+            if error.error_code == _SCHEMA_NOT_FOUND:
                 raise KeyError(str(error)) from error
             raise LogUnavailable(f"the schema registry refused: {error}") from error
-        except OSError as error:
+        except (httpx2.HTTPError, OSError) as error:
             raise LogUnavailable(f"the schema registry does not answer: {error}") from error
 
 

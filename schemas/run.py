@@ -8,6 +8,10 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     module: str = "producers.stockroom"
     "dotted name, or path of a .py file relative to the TOML file, of the module with tasks, tools, scorers (schemas.job)"
+    agents: str | None = None
+    "TOML file of agents, topologies and models (docs/agents.md), relative to this file; takes the place of the module's AGENTS"
+    trains: tuple[str, ...] = ()
+    "agents whose tokens GRPO learns from; empty = all of them; the cold start teaches everybody"
     demonstrations: int = 6000
     "trajectories of the job's scripted teacher that the cold start is trained on; 0 = start GRPO from the given model"
     steps: int = 80

@@ -23,6 +23,8 @@ class Topic:
     partitions: int = PARTITIONS
     compacted: bool = False
     retention_milliseconds: int = FOREVER
+    rejected_by: str = "traces"
+    "the one reader that turns what cannot be read into an EventRejected; the others pass it over"
 
     @property
     def settings(self) -> dict[str, str]:
@@ -30,6 +32,7 @@ class Topic:
         return {
             "cleanup.policy": "compact" if self.compacted else "delete",
             "retention.ms": str(self.retention_milliseconds),
+            "retention.bytes": str(FOREVER),  # nothing is forgotten for want of room: an age can be warned of
             "compression.type": "producer",
         }
 
@@ -67,7 +70,14 @@ def _origin_key(event: Event) -> str:
 
 TOPICS: tuple[Topic, ...] = (
     Topic("tasks", (events.TaskSubmitted,), _field("task_id"), ("feeder",), ("scheduler", "traces")),
-    Topic("rollouts", (events.RolloutRequested,), _field("trajectory_id"), ("scheduler",), ("rollouts", "traces")),
+    Topic(
+        "rollouts",
+        (events.RolloutRequested,),
+        _field("trajectory_id"),
+        ("scheduler",),
+        ("rollouts", "traces"),
+        rejected_by="rollouts",
+    ),
     Topic(
         "messages",
         (
@@ -81,6 +91,7 @@ TOPICS: tuple[Topic, ...] = (
         _field("trajectory_id"),
         ("rollouts", "scheduler"),
         ("assemble", "traces"),
+        rejected_by="assemble",
     ),
     Topic(
         "trajectories",
@@ -88,9 +99,19 @@ TOPICS: tuple[Topic, ...] = (
         _field("group_id"),
         ("assemble",),
         ("score", "scheduler", "feeder", "trainer", "traces"),
+        rejected_by="score",
     ),
-    Topic("rewards", (events.RewardAssigned,), _field("group_id"), ("score",), ("group", "traces")),
-    Topic("groups", (events.GroupCompleted,), _field("group_id"), ("group",), ("cut", "scheduler", "traces")),
+    Topic(
+        "rewards", (events.RewardAssigned,), _field("group_id"), ("score",), ("group", "traces"), rejected_by="group"
+    ),
+    Topic(
+        "groups",
+        (events.GroupCompleted,),
+        _field("group_id"),
+        ("group",),
+        ("cut", "scheduler", "traces"),
+        rejected_by="cut",
+    ),
     Topic("batches", (events.BatchCut,), _field("run_id"), ("cut",), ("trainer", "scheduler", "traces"), partitions=1),
     Topic("steps", (events.StepTaken,), _field("run_id"), ("trainer",), ("traces",), partitions=1),
     Topic(
@@ -119,7 +140,15 @@ TOPICS: tuple[Topic, ...] = (
         partitions=1,
         retention_milliseconds=30 * _DAY_MILLISECONDS,
     ),
-    Topic("dead-letters", (events.EventRejected,), _origin_key, ("any stage",), ("operator", "traces"), partitions=1),
+    Topic(
+        "dead-letters",
+        (events.EventRejected,),
+        _origin_key,
+        ("any stage",),
+        ("operator", "traces"),
+        partitions=1,
+        rejected_by="nobody",
+    ),
 )
 
 TOPIC_BY_NAME: dict[str, Topic] = {topic.name: topic for topic in TOPICS}

@@ -5,6 +5,7 @@ it is there whole or not at all.
 """
 
 import hashlib
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ from schemas.errors import ReplaygroundError
 
 Place = tuple[str, int]
 "a topic and a partition"
+
+
+_AT = "topic = {topic:String} AND partition = {partition:Int32} AND offset IN {offsets:Array(Int64)}"
+_KINDS_AT = f"SELECT type, count() FROM events WHERE {_AT} GROUP BY type"
+_DELETE_AT = f"DELETE FROM events WHERE {_AT}"
 
 
 class StoreFailed(ReplaygroundError):
@@ -80,6 +86,30 @@ class Store:
         except ClickHouseError as error:
             raise StoreFailed(f"{len(rows)} rows were not inserted: {error}") from error
         self._inserted.update(row["type"] for row in rows)
+
+    def replace(self, place: Place, offsets: Sequence[int], rows: Sequence[Row]) -> int:
+        """Removes whatever stands at these offsets of a partition, then inserts rows; returns how many were removed.
+        Raises StoreFailed, between the two also."""
+        if not offsets:
+            return 0
+        there = {"topic": place[0], "partition": place[1], "offsets": list(offsets)}
+        kinds = {str(kind): int(count) for kind, count in self.ask(_KINDS_AT, there).rows}
+        try:
+            client = self._connected()  # the one that inserts belongs to the trace writer
+            try:
+                if kinds:
+                    client.command(_DELETE_AT, there)
+                if rows:
+                    # a name of their own: the same rows may have been inserted before, and have to be again
+                    token = {"insert_deduplication_token": f"again-{uuid.uuid4()}", "insert_deduplicate": 1}
+                    settings = token | {"input_format_json_read_objects_as_strings": 1}
+                    client.raw_insert("events", insert_block=encoded(rows), fmt="JSONEachRow", settings=settings)
+            finally:
+                client.close()
+        except ClickHouseError as error:
+            raise StoreFailed(f"{len(offsets)} rows of {place[0]} were not replaced: {error}") from error
+        self._inserted.update(kinds.keys() | {row["type"] for row in rows})
+        return sum(kinds.values())
 
     def inserted(self, kinds: Iterable[str]) -> int:
         """Rows of these kinds that this process has inserted: a number that grows when an answer about them may change."""

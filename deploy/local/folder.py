@@ -123,6 +123,14 @@ def latest_run_folder(runs: Path) -> RunFolder:
     return open_run_folder(latest)
 
 
+def running_run_folder(runs: Path) -> RunFolder:
+    """The run whose stack is up. Raises BadInput when none is."""
+    folder = latest_run_folder(runs)
+    if not is_locked(runs):
+        raise BadInput(f"nothing runs in {runs}, and its stack is what is asked: start it with `replayground up`")
+    return folder
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file so that it is there whole or not at all, even when the machine stops in between."""
     unfinished = path.with_name(f".{path.name}.unfinished")

@@ -1,4 +1,4 @@
-"""The commands that look at the log of a running stack: tail, lag, dead-letters."""
+"""The commands that look after the log of a running stack: tail, lag, reconcile, dead-letters, blobs."""
 
 import sys
 import time
@@ -16,11 +16,15 @@ from schemas.errors import BadInput
 
 if TYPE_CHECKING:
     from deploy.operate.lag import Row
+    from deploy.page import Page
+    from schemas.run import Run
     from streams.log.kafka import KafkaLog
 
 dead_letters = typer.Typer(
     help="Messages that a stage refused: list them, look at one, try again.", no_args_is_help=True
 )
+
+blobs = typer.Typer(help="What is too large for the log: remove what nothing names any more.", no_args_is_help=True)
 
 _LOOK_SECONDS = 2.0
 
@@ -61,19 +65,23 @@ def lag(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds until Ctrl-C.")] = False,
     runs: Runs = RUNS,
 ) -> None:
-    """How far every group is behind the log, and how fast it goes.
+    """How far every group is behind the log, how fast it goes, and how long it has before the broker forgets what is unread.
+
+    Exit code 1 when unread messages are about to be forgotten, or were.
 
     Examples:  replayground lag  ·  replayground lag --watch
     """
     from deploy.operate.lag import lags
 
-    with _log_of(runs) as (log, run_id):
-        looks = lags(log, run_id)
+    with _log_of(runs) as (log, run):
+        looks = lags(log, run.run_id)
         next(looks)
         try:
             time.sleep(_LOOK_SECONDS)
             if not watch:
-                console.print(_table_of_lags(next(looks)))
+                rows = next(looks)
+                console.print(_table_of_lags(rows))
+                _raise_alarm(rows)
                 return
             with Live(console=console, auto_refresh=False) as live:
                 for rows in looks:
@@ -85,7 +93,7 @@ def lag(
 
 def reconcile(
     repair: Annotated[
-        bool, typer.Option("--repair", help="Add the rows that are missing, read again from the log.")
+        bool, typer.Option("--repair", help="Remove rows that are wrong, and add what is missing from the log.")
     ] = False,
     runs: Runs = RUNS,
 ) -> None:
@@ -93,17 +101,8 @@ def reconcile(
 
     Examples:  replayground reconcile  ·  replayground reconcile --repair
     """
-    from deploy.local.folder import is_locked, latest_run_folder
-    from deploy.page import Page
-    from deploy.resolve import load
-
-    folder = latest_run_folder(runs)
-    if not is_locked(runs):
-        raise BadInput(f"nothing runs in {runs}, and both are asked through the stack: start it with `replayground up`")
-    try:
-        compared = Page(load(folder).page_url).reconcile(repair)
-    except OSError as error:
-        raise BadInput(f"the traces program does not answer ({error}): see `replayground logs traces`") from error
+    with page_of(runs) as page:
+        compared = page.reconcile(repair)
     table = Table(
         Column("topic", no_wrap=True),
         "partition",
@@ -112,18 +111,20 @@ def reconcile(
         "missing",
         "surplus",
         "differing",
+        "removed",
         "added",
         box=None,
         padding=(0, 2),
     )
     for place in compared:
-        figures = (place.log_events, place.store_rows, place.missing, place.surplus, place.differing, place.repaired)
+        wrong = (place.missing, place.surplus, place.differing)
+        figures = (place.log_events, place.store_rows, *wrong, place.removed, place.added)
         table.add_row(place.topic, str(place.partition), *(f"{figure:,}" for figure in figures))
     console.print(table)
     disagreeing = [place for place in compared if not place.agrees]
     events = sum(place.log_events for place in compared)
     if disagreeing:
-        say(f"{len(disagreeing)} of {len(compared)} partitions differ; --repair adds missing rows, surplus ones stay")
+        say(f"{len(disagreeing)} of {len(compared)} partitions differ; `replayground reconcile --repair` mends them")
         raise typer.Exit(1)
     say(f"✓ {events:,} events on {len(compared)} partitions, and the trace store says the same")
 
@@ -191,30 +192,106 @@ def redrive(
     say(f"{len(taken)} messages were written again")
 
 
+@blobs.command("sweep")
+def sweep_blobs(
+    grace_hours: Annotated[
+        float, typer.Option("--grace-hours", help="Leave alone what was written within these hours.")
+    ] = 24.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    runs: Runs = RUNS,
+) -> None:
+    """Remove blobs that no event on the log names any more.
+
+    All of the log is read for it, as bytes. When that cannot be done, nothing is removed and the exit code is 2.
+
+    Examples:  replayground blobs sweep --dry-run  ·  replayground blobs sweep --grace-hours 72
+    """
+    from deploy.operate.sweep import sweep
+    from schemas.blobs import Blobs
+
+    with _log_of(runs) as (log, run):
+        store = Blobs(run.blobs_url)
+        swept = sweep(log, log.codec, store, grace_hours, time.time(), dry_run=dry_run, tell=say)
+    for blob in swept.removed if dry_run else ():
+        say(f"{blob.path}  {blob.size_bytes:,} bytes")
+    done = "would be removed" if dry_run else "removed"
+    say(f"{len(swept.removed):,} of {swept.stored:,} blobs {done}, {swept.size_bytes:,} bytes")
+
+
+def steer(
+    command: Annotated[str, typer.Argument(help="pause, resume, drain or cancel.")],
+    task: Annotated[str | None, typer.Option("--task", help="cancel: this task; its whole id.")] = None,
+    session: Annotated[str | None, typer.Option("--session", help="cancel: this session, such as train.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="cancel: everything that was asked for so far.")] = False,
+    reason: Annotated[str, typer.Option("--reason", help="Why; kept on the log.")] = "",
+    runs: Runs = RUNS,
+) -> None:
+    """Steer the run: pause asks for no more rollouts, resume goes on, drain is for good, cancel ends rollouts as cancelled.
+
+    Examples:  replayground steer pause  ·  replayground steer cancel --session eval-v0021-sampled --reason "wrong split"
+    """
+    from deploy.operate.steer import issued
+    from schemas.ids import now_microseconds
+
+    with _log_of(runs) as (log, run):
+        log.append(issued(run.run_id, command, task, session, every, reason, now_microseconds()))
+        log.flush()
+    say(f"{command} is on the log")
+
+
 @contextmanager
-def _log_of(runs: Path) -> "Iterator[tuple[KafkaLog, str]]":
-    """The log of the stack that runs, and the name of its run. Raises BadInput when none does."""
-    from deploy.local.folder import is_locked, latest_run_folder
+def page_of(runs: Path) -> "Iterator[Page]":
+    """The interface of the traces program. Raises BadInput when no stack runs, or the program does not answer."""
+    from deploy.local.folder import running_run_folder
+    from deploy.page import Page
+    from deploy.resolve import load
+
+    page = Page(load(running_run_folder(runs)).page_url)
+    try:
+        yield page
+    except OSError as error:
+        raise BadInput(f"the traces program does not answer ({error}): see `replayground logs traces`") from error
+
+
+@contextmanager
+def _log_of(runs: Path) -> "Iterator[tuple[KafkaLog, Run]]":
+    """The log of the stack that runs, and its run. Raises BadInput when none does."""
+    from deploy.local.folder import running_run_folder
     from deploy.resolve import load
     from streams.log.connect import open_log
 
-    folder = latest_run_folder(runs)
-    if not is_locked(runs):
-        raise BadInput(
-            f"nothing runs in {runs}, and the log is read through the broker: start it with `replayground up`"
-        )
-    log = open_log(load(folder).run_of("operator"))
+    run = load(running_run_folder(runs)).run_of("operator")
+    log = open_log(run)
     try:
-        yield log, folder.run_id
+        yield log, run
     finally:
         log.close()
 
 
 def _table_of_lags(rows: "list[Row]") -> Table:
-    table = Table("group", Column("topic", no_wrap=True), "lag", "taken/s", "arriving/s", box=None, padding=(0, 2))
+    columns = ("group", Column("topic", no_wrap=True), "lag", "taken/s", "arriving/s", "forgotten in")
+    table = Table(*columns, box=None, padding=(0, 2))
     for row in rows:
         rates = [row.taken_per_second, row.arriving_per_second]
         table.add_row(
-            row.group, row.topic, f"{row.lag:,}", *("-" if rate is None else f"{rate:,.0f}" for rate in rates)
+            row.group,
+            row.topic,
+            f"{row.lag:,}",
+            *("-" if rate is None else f"{rate:,.0f}" for rate in rates),
+            "-" if row.expiry is None else f"{row.expiry.seconds_left / 3600:,.0f} h",
+            style="red" if _is_alarming(row) else None,
         )
     return table
+
+
+def _raise_alarm(rows: "list[Row]") -> None:
+    """Ends the command with exit code 1 when something unread is about to be forgotten."""
+    alarming = [row.expiry for row in rows if _is_alarming(row)]
+    for expiry in alarming:
+        console.print(str(expiry), style="red", markup=False, highlight=False, soft_wrap=True)
+    if alarming:
+        raise typer.Exit(1)
+
+
+def _is_alarming(row: "Row") -> bool:
+    return row.expiry is not None and row.expiry.is_alarming

@@ -1,10 +1,12 @@
-"""`replayground lag`: how far each group is behind the log, and how fast it goes."""
+"""`replayground lag`: how far each group is behind the log, how fast it goes, and what it may lose."""
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from consumers.lag_watch import GROUPS
+from consumers.lag_watch import GROUPS, expiries_of
+from schemas.ids import now_microseconds
+from schemas.retention import Expiry
 from streams.log.protocol import Log
 
 
@@ -18,6 +20,8 @@ class Row:
     taken_per_second: float | None
     "None at the first look"
     arriving_per_second: float | None
+    expiry: Expiry | None
+    "None where nothing unread can be forgotten"
 
 
 def lags(log: Log, run_id: str) -> Iterator[list[Row]]:
@@ -27,14 +31,19 @@ def lags(log: Log, run_id: str) -> Iterator[list[Row]]:
     while True:
         now = time.monotonic()
         seconds, looked_at = max(1e-9, now - looked_at), now
+        expiries = {(expiry.group, expiry.topic): expiry for expiry in _expiries(log, run_id)}
         rows: list[Row] = []
         for group, topics in GROUPS:
             for topic, standing in log.standing(f"{group}-{run_id}", list(topics)).items():
                 place = (group, topic)
-                rates: tuple[float, float] | None = None
+                taken = arriving = None
                 if place in before:
                     committed, end = before[place]
-                    rates = (standing.committed - committed) / seconds, (standing.end - end) / seconds
+                    taken, arriving = (standing.committed - committed) / seconds, (standing.end - end) / seconds
                 before[place] = standing.committed, standing.end
-                rows.append(Row(group, topic, standing.lag, *(rates or (None, None))))
+                rows.append(Row(group, topic, standing.lag, taken, arriving, expiries.get(place)))
         yield rows
+
+
+def _expiries(log: Log, run_id: str) -> list[Expiry]:
+    return expiries_of(log, run_id, now_microseconds() // 1000)

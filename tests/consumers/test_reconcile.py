@@ -1,4 +1,4 @@
-"""The store against the log: what is missing, too much or different is found, and what is missing comes back."""
+"""The store against the log: what is missing, too much or different is found and put right."""
 
 import pytest
 
@@ -25,6 +25,15 @@ def disagreeing(places: list[Compared]) -> list[Compared]:
     return [place for place in places if not place.agrees]
 
 
+def wrong(places: list[Compared]) -> list[Compared]:
+    return [place for place in places if place.missing or place.surplus or place.differing or not place.agrees]
+
+
+def row_count(store: Store) -> int:
+    ((count,),) = store.ask("SELECT count() FROM events").rows
+    return int(count)
+
+
 def test_a_whole_store_agrees(filled: MemoryLog, store: Store) -> None:
     places = compared(filled, store)
     assert disagreeing(places) == []
@@ -40,17 +49,58 @@ def test_a_missing_row_is_found_and_comes_back(filled: MemoryLog, store: Store) 
     assert disagreeing(compared(filled, store)) == []
 
 
-def test_a_row_that_says_something_else_is_found(filled: MemoryLog, store: Store) -> None:
-    store._writing.command(
-        "ALTER TABLE events UPDATE body = replaceAll(body, '1', '2') WHERE type = 'StepTaken'",
-        settings={"mutations_sync": 1},
-    )
-    (steps,) = disagreeing(compared(filled, store))
-    assert (steps.topic, steps.missing, steps.surplus) == ("steps", 0, 0)
-    assert steps.differing > 0
+def test_a_row_that_says_something_else_is_found_and_put_right(filled: MemoryLog, store: Store) -> None:
+    for _ in range(2):  # the second time the very rows are inserted that were inserted before
+        store._writing.command(
+            "ALTER TABLE events UPDATE body = replaceAll(body, '1', '2') WHERE type = 'StepTaken'",
+            settings={"mutations_sync": 1},
+        )
+        (steps,) = disagreeing(compared(filled, store))
+        assert (steps.topic, steps.missing, steps.surplus) == ("steps", 0, 0)
+        assert steps.differing > 0
+        (mended,) = [place for place in compared(filled, store, repair=True) if place.differing]
+        assert (mended.removed, mended.added, mended.agrees) == (steps.differing, steps.differing, True)
+        assert wrong(compared(filled, store)) == []
 
 
-def test_a_row_too_many_is_found(filled: MemoryLog, store: Store) -> None:
+def test_a_row_too_many_is_found_and_removed(filled: MemoryLog, store: Store) -> None:
+    before = row_count(store)
     store._writing.command("INSERT INTO events SELECT * FROM events WHERE type = 'BatchCut' LIMIT 1")
     (batches,) = disagreeing(compared(filled, store))
     assert (batches.topic, batches.surplus) == ("batches", 1)
+    compared(filled, store, repair=True)
+    assert wrong(compared(filled, store)) == []
+    assert row_count(store) == before
+
+
+@pytest.mark.parametrize("offset", [1_000_000, 0], ids=["beyond the end", "of an empty partition"])
+def test_a_row_without_an_event_is_found_and_removed(filled: MemoryLog, store: Store, offset: int) -> None:
+    before = row_count(store)
+    partition = 0 if offset else 99
+    store._writing.command(
+        "INSERT INTO events (topic, partition, offset, type, id, body) "
+        f"VALUES ('rewards', {partition}, {offset}, 'RewardAssigned', 'nobody', '{{}}')"
+    )
+    (rewards,) = disagreeing(compared(filled, store))
+    assert (rewards.topic, rewards.partition, rewards.surplus) == ("rewards", partition, 1)
+    compared(filled, store, repair=True)
+    assert wrong(compared(filled, store)) == []
+    assert row_count(store) == before
+
+
+def test_rows_of_what_the_log_has_forgotten_stay(filled: MemoryLog, store: Store) -> None:
+    """A version whose newer message stands for it, and a heartbeat older than the topic's memory."""
+    store._writing.command(
+        "INSERT INTO events (topic, partition, offset, type, id, body) VALUES "
+        "('weights', 0, 1000000, 'WeightsPublished', 'forgotten', '{}'), ('control', 99, 0, 'WorkerSeen', 'old', '{}')"
+    )
+    before = row_count(store)
+    assert wrong(compared(filled, store, repair=True)) == []
+    assert row_count(store) == before
+
+
+def test_looking_changes_nothing(filled: MemoryLog, store: Store) -> None:
+    store._writing.command("DELETE FROM events WHERE type = 'StepTaken'")
+    before = row_count(store)
+    compared(filled, store)
+    assert row_count(store) == before

@@ -4,21 +4,23 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from consumers.clickhouse.rows import event_row
+from consumers.clickhouse.rows import Row, event_row
 from consumers.clickhouse.store import Store
 from consumers.config import TracesSettings
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.reports.summary import counted
 from schemas.errors import BadInput
-from schemas.events import Address, Event
+from schemas.events import Address, Event, EventRejected
 from schemas.metrics import Pulse
 from schemas.topics import TOPICS
 from streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import SyntheticRun, run_of
+from tests.flow.synthetic import observations
 
 RUN = run_of(steps=2, demonstrations=4)
 SETTINGS = TracesSettings(flush_seconds=0.1, batch_rows_max=50)
@@ -29,9 +31,9 @@ def events() -> list[Event]:
     return list(SyntheticRun(RUN, evaluation_tasks=3).events())
 
 
-def write_all(log: MemoryLog, store: Store) -> None:
+def write_all(log: MemoryLog, store: Store, settings: TracesSettings = SETTINGS) -> None:
     """Runs the writer until it has caught up, then stops it."""
-    writer, stop = TraceWriter(log, store, RUN, SETTINGS, Pulse()), threading.Event()
+    writer, stop = TraceWriter(log, store, RUN, settings, Pulse()), threading.Event()
     failures: list[BaseException] = []
 
     def write() -> None:
@@ -56,12 +58,24 @@ def test_the_store_equals_the_log(memory_log: MemoryLog, store: Store) -> None:
     written = events()
     for event in written:
         memory_log.append(event)
-    memory_log.append_bytes("tasks", b"key", b"no event at all")
     write_all(memory_log, store)
-    assert counted(store, memory_log) == (len(written) + 1, len(written) + 1)
-    assert store.ask("SELECT count() FROM events WHERE type = 'undecodable'").rows == [(1,)]
-    ids = {row[0] for row in store.ask("SELECT id FROM events WHERE type != 'undecodable'").rows}
-    assert ids == {event.meta.id for event in written}
+    assert counted(store, memory_log) == (len(written), len(written))
+    assert {row[0] for row in store.ask("SELECT id FROM events").rows} == {event.meta.id for event in written}
+
+
+def test_what_cannot_be_read_is_a_row_and_a_dead_letter_where_no_stage_refuses_it(
+    memory_log: MemoryLog, store: Store
+) -> None:
+    for topic in TOPICS:
+        memory_log.append_bytes(topic.name, b"key", b"no event at all")
+    write_all(memory_log, store)
+    write_all(memory_log, store)  # a second life repeats nothing
+    undecodable = store.ask("SELECT topic FROM events WHERE type = 'undecodable'").rows
+    assert {topic for (topic,) in undecodable} == set(NAMES)
+    dead = [d.event for d in memory_log.reader(["dead-letters"]).poll(100, 0) if isinstance(d.event, EventRejected)]
+    assert {reject.origin.topic for reject in dead} == {"tasks", "batches", "steps", "weights", "serving", "control"}
+    assert len(dead) == 6
+    assert {reject.stage for reject in dead} == {"traces"}
 
 
 def test_what_was_inserted_but_not_committed_is_passed_over(memory_log: MemoryLog, store: Store) -> None:
@@ -74,6 +88,24 @@ def test_what_was_inserted_but_not_committed_is_passed_over(memory_log: MemoryLo
         memory_log.append(event)
     write_all(memory_log, store)
     assert counted(store, memory_log) == (len(written), len(written))
+
+
+def test_a_batch_is_bounded_by_its_bytes_too(
+    memory_log: MemoryLog, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for event in observations(600, content_bytes=2000, run_id="large"):
+        memory_log.append(event)
+    rows_inserted: list[int] = []
+    insert = store.insert
+
+    def counting(rows: Sequence[Row]) -> None:
+        rows_inserted.append(len(rows))
+        insert(rows)
+
+    monkeypatch.setattr(store, "insert", counting)
+    write_all(memory_log, store, TracesSettings(flush_seconds=2.0, batch_bytes_max=100_000))
+    assert counted(store, memory_log) == (600, 600)
+    assert max(rows_inserted) <= 250, "more was gathered after the bytes of a batch were reached"
 
 
 def test_the_same_batch_inserted_again_adds_nothing(store: Store) -> None:
@@ -100,10 +132,11 @@ def test_it_waits_for_a_log_that_says_nothing(memory_log: MemoryLog, store: Stor
 
 _CRASHING = """
 import os, signal, sys
-from consumers.clickhouse.rows import event_row
+from consumers.clickhouse.rows import Row, event_row
 from consumers.clickhouse.store import Store
 from schemas.events import Address
 from tests.consumers.synthetic_run import SyntheticRun, run_of
+from tests.flow.synthetic import observations
 store = Store(f"chdb://{sys.argv[1]}", "crash", threads=1)
 events = list(SyntheticRun(run_of(steps=1, demonstrations=2), evaluation_tasks=2).events())
 known = store.next_offsets().get(("tasks", 0), 0)

@@ -1,6 +1,7 @@
 """One suite, two logs: whatever the protocol promises holds on Kafka and in memory."""
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from schemas.blobs import Blobs
 from schemas.codec import EVENT_BYTES_MAX, Codec
-from schemas.errors import Fenced
+from schemas.errors import Fenced, LogUnavailable
 from schemas.events import Address, Event, Position, ToolObserved
 from schemas.registry import MemoryRegistry
 from schemas.run import Run
@@ -18,8 +19,9 @@ from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.hops.groups_to_batches import CutGroups
 from streams.log.connect import open_log
+from streams.log.kafka import KafkaLog
 from streams.log.memory import MemoryLog
-from streams.log.protocol import Delivery, Log, Reader
+from streams.log.protocol import Delivery, Log, Reader, Unread
 from tests.flow.synthetic import groups, rollout
 
 OpenLog = Callable[[], Log]
@@ -215,6 +217,11 @@ def test_a_reader_wakes_up_for_what_is_appended_later(opened: OpenLog, run_id: s
     assert [delivery.event for delivery in seen] == events
 
 
+def _poll_for_long(reader: Reader, seen: list[Delivery]) -> None:
+    for _ in range(100):
+        seen += reader.poll(100, 1.0)
+
+
 def _append_all(log: Log, events: list[Event]) -> None:
     for event in events:
         log.append(event)
@@ -266,3 +273,55 @@ def test_bytes_are_written_as_they_are(opened: OpenLog, run_id: str) -> None:
     assert [(d.key, d.value, d.event) for d in deliveries if d.value == run_id.encode()] == [
         (b"key", run_id.encode(), None)
     ]
+
+
+def test_unread_is_as_old_as_the_oldest_message_that_is_not_committed(opened: OpenLog, run_id: str) -> None:
+    log, group = opened(), f"group-{run_id}"
+    appended(log, run_id, count=2)
+    reader = opened().reader(["messages"], group)
+    drained(reader, run_id)
+    reader.commit()
+    assert log.unread(group, ["messages"])["messages"] == Unread(None)
+    before = time.time_ns() // 1_000_000
+    appended(log, run_id, count=2)
+    after = time.time_ns() // 1_000_000
+    oldest = log.unread(group, ["messages"])["messages"].oldest_milliseconds
+    reader.close()
+    assert oldest is not None
+    assert before <= oldest <= after
+
+
+def test_messages_are_everything_as_bytes(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    log.append_bytes("messages", b"key", run_id.encode())
+    event = rollout(0, 0, run_id=run_id)[0]
+    log.append(event)
+    log.flush()
+    found = {message.value: message for message in log.messages(["messages"])}
+    assert found[run_id.encode()].key == b"key"
+    delivery = drained(opened().reader(["messages"]), run_id)[0]
+    assert found[delivery.value].address == delivery.address
+
+
+def test_what_cannot_be_judged_is_neither_delivered_nor_passed(opened: OpenLog, run_id: str, tmp_path: Path) -> None:
+    """The store of blobs goes away and comes back: until then nobody knows what a spilled event says."""
+    blobs = tmp_path / "away"
+    log = opened()
+    assert isinstance(log, KafkaLog | MemoryLog)
+    log.codec._blobs = Blobs(blobs.as_uri())
+    reader = log.reader(["messages"], f"group-{run_id}")
+    drained(reader, run_id)
+    events = rollout(0, 0, run_id=run_id)
+    observed = next(event for event in events if isinstance(event, ToolObserved))
+    events[events.index(observed)] = msgspec.structs.replace(observed, content="x" * EVENT_BYTES_MAX)
+    _append_all(log, events)
+    blobs.rename(tmp_path / "elsewhere")
+    seen: list[Delivery] = []
+    with pytest.raises(LogUnavailable, match="there is no store of blobs"):
+        _poll_for_long(reader, seen)
+    reader.commit()
+    (tmp_path / "elsewhere").rename(blobs)
+    while len(seen) < len(events):
+        seen += [d for d in reader.poll(100, 1.0) if d.event is None or d.event.meta.run_id == run_id]
+    reader.close()
+    assert [delivery.event for delivery in seen] == events

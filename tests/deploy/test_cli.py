@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.folder import RunFolder, is_locked, locked, runs_newest_first
+from schemas.blobs import Blobs
 from tests.deploy.test_supervisor import eventually, members
 
 COMMANDS = ("run", "up", "down", "status", "logs", "sql", "serve")
@@ -166,10 +167,35 @@ def test_up_status_logs_and_down(tmp_path: Path) -> None:
         assert "started" in called(tmp_path, "logs", "cut").stdout
         assert called(tmp_path, "logs", "nobody").returncode == 2
         assert called(tmp_path, "up", "job.toml").returncode == 2, "one is running already"
-        assert "the traces program does not answer" in called(tmp_path, "sql", "SELECT 1").stderr
+        for asking in (("sql", "SELECT 1"), ("reconcile",)):
+            refused = called(tmp_path, *asking)
+            assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+            assert refused.stderr.startswith("the traces program does not answer"), refused.stderr
+            assert "replayground logs traces" in refused.stderr
+        assert_blobs_are_swept(tmp_path, path / "blobs")
+        assert called(tmp_path, "lag").returncode == 0
     finally:
         down = called(tmp_path, "down")
     assert (down.returncode, down.stderr) == (0, "")
     assert "draining cut" in down.stdout
     assert members(RunFolder(path)) == []
     assert "is unfinished" in called(tmp_path, "status").stdout
+    for asking in (("sql", "SELECT 1"), ("reconcile",), ("lag",), ("blobs", "sweep")):
+        refused = called(tmp_path, *asking)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr.startswith("nothing runs in runs, and its stack is what is asked"), refused.stderr
+
+
+def assert_blobs_are_swept(tmp_path: Path, folder: Path) -> None:
+    """A blob of two days ago that nothing names goes; one of today stays."""
+    blobs = Blobs(folder.as_uri())
+    _, old = blobs.put(b"old")
+    os.utime(folder / old[:2] / old, (time.time() - 48 * 3600,) * 2)
+    _, young = blobs.put(b"young")
+    shown = called(tmp_path, "blobs", "sweep", "--dry-run")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert f"{old[:2]}/{old}  3 bytes" in shown.stdout
+    assert "1 of 2 blobs would be removed, 3 bytes" in shown.stdout
+    assert "1 of 2 blobs removed, 3 bytes" in called(tmp_path, "blobs", "sweep").stdout
+    assert [blob.sha256 for blob in blobs.stored()] == [young]
+    assert called(tmp_path, "blobs", "sweep", "--grace-hours", "0").returncode == 2

@@ -12,7 +12,9 @@ COMMITTED = sorted([*PROJECT.glob("deploy/**/*.toml"), *PROJECT.glob("examples/*
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in COMMITTED if path.name != "pyproject.toml"], ids=lambda path: path.name
+    "path",
+    [path for path in COMMITTED if path.name not in ("pyproject.toml", "agents.toml")],
+    ids=lambda path: path.name,
 )
 def test_every_committed_config_loads(path: Path) -> None:
     assert load_config(path).job.steps > 0
@@ -32,6 +34,15 @@ def test_every_committed_config_loads(path: Path) -> None:
         ('[local]\nprograms = ["trainr"]\n', "there is no trainr; allowed: "),
         ('[feeder]\ntasks_file = "none.jsonl"\n', "none.jsonl does not exist"),
         ('[trainer.model]\npath = "."\n', "is no model folder (it has no config.json"),
+        (
+            "[rollouts.tools.search]\nendpont = 'x'\n",
+            "[rollouts.tools.search] has no field endpont; did you mean endpoint?",
+        ),
+        (
+            "[rollouts.tools.mcp.clock]\ncomand = ['x']\n",
+            "[rollouts.tools.mcp.NAME] has no field comand; did you mean command?",
+        ),
+        ("[rollouts.tools.mcp.clock]\n", "rollouts.tools.mcp.NAME: an MCP server has either a command or a url"),
         ("\x00", "is no TOML"),
     ],
 )
@@ -61,3 +72,12 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 def test_a_dotted_module_name_stays(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('[job]\nmodule = "producers.stockroom"\n')
     assert load_config(tmp_path / "job.toml").job.module == "producers.stockroom"
+
+
+def test_tools_outside_the_sandbox_are_configured(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(
+        '[rollouts.tools.search]\nrecordings = "kept"\n[rollouts.tools.mcp.clock]\ncommand = ["/usr/bin/python3", "x.py"]\n'
+    )
+    tools = load_config(tmp_path / "job.toml").rollouts.tools
+    assert tools.search.recordings == str(tmp_path / "kept")
+    assert tools.mcp["clock"].command == ("/usr/bin/python3", "x.py")

@@ -1,18 +1,27 @@
-"""What an operator sees of the log: reading along with filters, lags with rates, dead letters and another try."""
+"""What an operator sees of the log: reading along with filters, lags with rates, what may be lost, dead letters."""
 
 import json
+import time
+import uuid
 
 import pytest
+from confluent_kafka import Producer
 
+from consumers.lag_watch import expiries_of
 from deploy.operate.dead_letters import chosen, dead_letters, described, redrive
 from deploy.operate.lag import lags
+from deploy.operate.steer import issued
 from deploy.operate.tail import Wanted, as_json, line, tail, topics_of
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import BadInput
 from schemas.registry import MemoryRegistry
+from schemas.retention import expiry_of
+from schemas.run import Run
+from schemas.topics import TOPIC_BY_NAME
 from streams.driver import Driver
 from streams.hops.flow import hops
+from streams.log.connect import open_log
 from streams.log.memory import MemoryLog
 from streams.log.protocol import Delivery
 from tests.flow.synthetic import RUN_ID, rollout
@@ -108,3 +117,79 @@ def test_a_message_that_was_refused_for_want_of_another_is_taken_when_tried_agai
     redrive(log, refused)
     derived(log)
     assert log.count(["trajectories"]) == {"trajectories": 1}
+
+
+CONTROL = TOPIC_BY_NAME["control"]
+DAY_MILLISECONDS = 24 * 3600 * 1000
+
+
+@pytest.mark.parametrize(
+    ("age_days", "expired", "alarming"),
+    [(0, 0, False), (22, 0, False), (23, 0, True), (31, 0, True), (0, 3, True), (None, 3, True)],
+)
+def test_unread_messages_alarm_before_the_topic_forgets_them(
+    age_days: int | None, expired: int, alarming: bool
+) -> None:
+    now = 100 * DAY_MILLISECONDS
+    oldest = None if age_days is None else now - age_days * DAY_MILLISECONDS
+    expiry = expiry_of("traces", CONTROL, oldest, expired, now)
+    assert expiry is not None
+    assert expiry.is_alarming == alarming
+    assert expiry.seconds_left == (30 - (age_days or 0)) * 24 * 3600
+    assert str(expired) in str(expiry) if expired else "before the broker forgets" in str(expiry)
+
+
+@pytest.mark.parametrize("topic", ["messages", "weights"])
+def test_a_topic_that_forgets_nothing_never_alarms(topic: str) -> None:
+    assert expiry_of("traces", TOPIC_BY_NAME[topic], 0, 0, 100 * DAY_MILLISECONDS) is None
+
+
+def test_all_is_read_and_nothing_can_be_lost() -> None:
+    assert expiry_of("traces", CONTROL, None, 0, 100 * DAY_MILLISECONDS) is None
+
+
+def test_a_message_that_waits_on_the_real_broker_for_too_long_alarms(kafka_run: Run) -> None:
+    """Its age is the one it was written with, so it is written as one of 29 days ago."""
+    log, run_id = open_log(kafka_run), f"retention-{uuid.uuid4().hex[:8]}"
+    reader = log.reader(["control"], f"traces-{run_id}")
+    while not reader.caught_up():
+        reader.poll(1000, 1.0)
+    reader.commit()
+    now = time.time_ns() // 1_000_000
+    assert [e for e in expiries_of(log, run_id, now) if e.is_alarming] == []
+    producer = Producer({"bootstrap.servers": kafka_run.bootstrap_servers})
+    producer.produce("control", b"no event", b"key", timestamp=now - 29 * DAY_MILLISECONDS)
+    producer.flush()
+    (row,) = [row for row in next(lags(log, run_id)) if (row.group, row.topic) == ("traces", "control")]
+    assert row.expiry is not None
+    assert row.expiry.is_alarming
+    assert 23 * 3600 < row.expiry.seconds_left <= 24 * 3600
+    while not reader.caught_up():
+        reader.poll(1000, 1.0)
+    reader.commit()
+    reader.close()
+    assert [e for e in expiries_of(log, run_id, now) if e.is_alarming] == []
+    log.close()
+
+
+def test_a_run_is_steered_by_facts() -> None:
+    cancelled = issued("run-1", "cancel", "task-1", None, False, "a wrong task", 7)
+    assert (cancelled.command, cancelled.meta.task_id, cancelled.meta.timestamp) == ("cancel", "task-1", 7)
+    assert issued("run-1", "cancel", None, None, True, "", 7).meta.task_id is None
+    assert issued("run-1", "pause", None, None, False, "", 7).meta.run_id == "run-1"
+
+
+@pytest.mark.parametrize(
+    ("command", "task", "every", "says"),
+    [
+        ("stop", None, False, "one of pause"),
+        ("cancel", None, False, "--task"),
+        ("cancel", "t", True, "--task"),
+        ("pause", "t", False, "whole run"),
+    ],
+)
+def test_a_command_that_says_too_little_or_too_much_is_refused(
+    command: str, task: str | None, every: bool, says: str
+) -> None:
+    with pytest.raises(BadInput, match=says):
+        issued("run-1", command, task, None, every, "", 7)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from confluent_kafka import Producer
 
 from deploy.local.folder import RunFolder
 from deploy.resolve import Asked, resolve
@@ -38,7 +39,9 @@ class Served:
     """A program that is being served."""
 
     def __init__(self, folder: Path, run: Run, worker: str) -> None:
-        asked = Asked(source="test.toml", raw={"harness": {"heartbeat_seconds": 0.2, "stall_seconds": 1.0}}, seed=0)
+        look_seconds = 1.0 if worker == "waits" else 3600.0
+        harness = {"heartbeat_seconds": 0.2, "stall_seconds": 1.0, "retention_look_seconds": look_seconds}
+        asked = Asked(source="test.toml", raw={"harness": harness}, seed=0)
         resolved = msgspec.structs.replace(
             resolve(RunFolder(folder), asked),
             run_id=f"serve-{worker}",
@@ -98,6 +101,30 @@ def test_a_program_is_watched_while_it_runs_and_drains_when_told(tmp_path: Path,
     assert (last.load["events_read"], last.load["events_written"]) == (7, 1), "the last beat has the final figures"
     assert last.load["memory_bytes_peak"] >= last.load["memory_bytes"] > 10_000_000
     assert last.load["cpu_seconds"] > 0
+
+
+def test_what_waits_unread_for_too_long_is_an_error_and_a_figure(tmp_path: Path, kafka_run: Run) -> None:
+    """Of the group of another program, which may be the one that hangs. A message of 29 days ago stands for a long wait."""
+    group = "traces-serve-waits"
+    log = open_log(kafka_run)
+    reader = log.reader(["control"], group)
+    while not reader.caught_up():
+        reader.poll(1000, 1.0)
+    reader.commit()
+    reader.close()
+    log.close()
+    producer = Producer({"bootstrap.servers": kafka_run.bootstrap_servers})
+    producer.produce("control", b"no event", b"key", timestamp=int((time.time() - 29 * 24 * 3600) * 1000))
+    producer.flush()
+    served = Served(tmp_path, kafka_run, "waits")
+    figure = 'replayground_retention_seconds_left{program="cut",worker="waits"}'
+    assert eventually(lambda: figure in served.page("/metrics")[1], 60)
+    served.process.terminate()
+    code, printed = served.ended()
+    assert code == 0
+    (alarm,) = [told for told in map(json.loads, printed.splitlines()) if told["event"] == "unread messages expire"]
+    assert (alarm["level"], alarm["group"], alarm["topic"]) == ("error", "traces", "control")
+    assert alarm["seconds_left"] < 24 * 3600
 
 
 def test_ctrl_c_drains_too_and_who_has_finished_stays_until_told(tmp_path: Path, kafka_run: Run) -> None:
@@ -167,6 +194,13 @@ def test_a_crash_is_logged_with_its_traceback(tmp_path: Path, kafka_run: Run) ->
 def test_stalled_is_work_waiting_and_none_taken(figures: list[dict[str, float]], stalled: list[bool]) -> None:
     watch = StallWatch(stall_seconds=10.0)
     assert [watch.is_stalled(seen, 100.0 + 6.0 * beat) for beat, seen in enumerate(figures)] == stalled
+
+
+def test_time_in_which_nobody_looked_is_no_stall() -> None:
+    """A process that was stopped and goes on after minutes has had no chance to take anything."""
+    watch, waits = StallWatch(stall_seconds=10.0), {"lag": 1.0}
+    assert [watch.is_stalled(waits, now) for now in (100.0, 102.0, 500.0, 502.0)] == [False] * 4
+    assert [watch.is_stalled(waits, now) for now in (504.0, 506.0, 508.0, 510.0)] == [False, False, False, True]
 
 
 def test_processor_time_of_children_that_ended_still_counts() -> None:

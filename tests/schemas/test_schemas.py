@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiokafka.partitioner import murmur2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import BlobDamaged, Undecodable
+from schemas.codec import EVENT_BYTES_MAX, Codec, Spilled
+from schemas.errors import Undecodable
 from schemas.events import EVENTS, Event, Meta, ToolObserved
 from schemas.generate import AVRO_FOLDER, file_of, rendered
 from schemas.ids import derived_id, new_id
@@ -76,13 +77,47 @@ def corrupted(data: bytes, how: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["empty", "short header", "wrong magic", "unknown schema id", "truncated body", "bytes after the end", "no body"],
+    ("how", "reason"),
+    [
+        ("empty", "no Confluent wire header"),
+        ("short header", "no Confluent wire header"),
+        ("wrong magic", "no Confluent wire header"),
+        ("unknown schema id", "unknown schema id 1000000"),
+        ("truncated body", "RolloutStarted cannot be read"),
+        ("bytes after the end", "RolloutStarted has bytes after its end"),
+        ("no body", "RolloutStarted cannot be read"),
+    ],
 )
-def test_bad_bytes_are_undecodable(codec: Codec, how: str) -> None:
+def test_bad_bytes_are_undecodable_with_the_reason(codec: Codec, how: str, reason: str) -> None:
     data = codec.encode(rollout(0, 0)[0])
-    with pytest.raises(Undecodable):
+    with pytest.raises(Undecodable, match=reason):
         codec.decode(corrupted(data, how), "messages")
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "record", "name": "Rumour", "namespace": "somebody", "fields": []}, "unknown record somebody.Rumour"),
+        ("string", "is no record"),
+        ({"type": "record", "name": "Half"}, "is of no event of ours"),
+    ],
+    ids=["unknown record", "no record", "no schema"],
+)
+def test_a_schema_of_somebody_else_is_undecodable(tmp_path: Path, schema: Any, reason: str) -> None:
+    registry = MemoryRegistry()
+    data = struct.pack(">bI", 0, registry.id_of("messages", schema))
+    with pytest.raises(Undecodable, match=reason):
+        Codec(registry, Blobs("memory://")).decode(data + b"rest", "messages")
+
+
+def test_a_claim_on_a_blob_is_told_from_other_bytes(codec: Codec) -> None:
+    event = large_observation()
+    spilled = codec.spilled(codec.encode(event))
+    assert isinstance(spilled, Spilled)
+    assert (spilled.record, spilled.size_bytes > EVENT_BYTES_MAX) == ("ToolObserved", True)
+    small = codec.encode(rollout(0, 0)[0])
+    for other in (small, b"", b"\x00", corrupted(small, "unknown schema id")):
+        assert codec.spilled(other) is None
 
 
 def test_an_event_on_a_foreign_topic_is_undecodable(codec: Codec) -> None:
@@ -123,26 +158,10 @@ def test_an_older_writer_is_read_with_defaults(codec: Codec) -> None:
     assert old_codec.decode(buffer.getvalue(), "messages") == event
 
 
-def test_a_spilled_event_whose_blob_is_damaged_is_undecodable(tmp_path: Path) -> None:
-    codec = Codec(MemoryRegistry(), Blobs((tmp_path / "blobs").as_uri()))
+def large_observation() -> ToolObserved:
+    """An event that is too large for the log."""
     observed = next(event for event in rollout(0, 0) if isinstance(event, ToolObserved))
-    data = codec.encode(msgspec.structs.replace(observed, content="x" * 300_000))
-    (blob,) = [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
-    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
-    with pytest.raises(Undecodable, match="sha256 differs"):
-        codec.decode(data, "messages")
-    blob.unlink()
-    with pytest.raises(Undecodable, match="cannot be read"):
-        codec.decode(data, "messages")
-
-
-def test_blobs_are_named_by_their_digest(tmp_path: Path) -> None:
-    blobs = Blobs((tmp_path / "blobs").as_uri())
-    uri, sha256 = blobs.put(b"weights")
-    assert blobs.put(b"weights") == (uri, sha256)
-    assert blobs.get(uri, sha256) == b"weights"
-    with pytest.raises(BlobDamaged):
-        blobs.get(uri, "0" * 64)
+    return msgspec.structs.replace(observed, content="x" * EVENT_BYTES_MAX)
 
 
 @given(tokens=st.lists(st.integers(-(2**31), 2**31 - 1)))
@@ -165,6 +184,4 @@ def test_ids_are_sortable_by_time_and_derived_ids_repeat() -> None:
 
 @given(key=st.binary(min_size=1, max_size=40))
 def test_partitions_are_those_of_the_other_clients(key: bytes) -> None:
-    from aiokafka.partitioner import murmur2
-
     assert partition_of(key, 12) == (murmur2(bytearray(key)) & 0x7FFFFFFF) % 12
