@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 import faust
 import structlog
@@ -32,12 +33,12 @@ from schemas.metrics import Pulse
 from schemas.run import Run
 from schemas.topics import PARTITIONS
 from streams.config import StreamsSettings
-from streams.dead_letter import TooManyRejects
 from streams.hops.flow import hops
 from streams.hops.hop import Hop
 from streams.log.connect import open_log
 from streams.log.kafka import KafkaLog
 from streams.log.protocol import Log, delivered
+from streams.rules.dead_letter import TooManyRejects
 from streams.stage import Change, Stage
 
 logger = structlog.get_logger()
@@ -79,15 +80,48 @@ class IdempotentProducer(driver.Producer):  # type: ignore[misc]
 
 
 class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
-    """Keeps the stages' states before it commits, and delivers without tasks where nothing has to be waited for."""
+    """Keeps the stages' states before it commits, and delivers without tasks where nothing has to be waited for.
+
+    A commit belongs to the tenure it began in. When partitions are taken away while it waits for the broker, the states
+    are forgotten and the offsets must be too: committed after the partitions came back, they would skip what led there.
+    """
+
+    _tenure = 0
+    "counts how often partitions were taken away"
+    _tenure_of_commit = 0
 
     async def _commit_offsets(self, offsets: Mapping[TP, int], start_new_transaction: bool = True) -> bool:
-        await self.app.keep_states()
-        return bool(await super()._commit_offsets(offsets, start_new_transaction))
+        self._tenure_of_commit = self._tenure
+        await self.app.begin_to_keep()
+        try:
+            # a worker that slept longer than its session wakes up with partitions that others have moved on with: its
+            # states would stand after theirs in the changelog
+            await self._require_membership()
+            self._require_tenure()
+            self.app.keep_states()
+            return bool(await super()._commit_offsets(offsets, start_new_transaction))
+        except _Evicted as error:
+            logger.warning("commit given up", reason=str(error))
+            return False
+
+    async def _commit(self, offsets: Mapping[TP, int]) -> bool:
+        self._require_tenure()  # by now the changelog was flushed, which takes its time
+        return bool(await super()._commit(offsets))
 
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
+        self._tenure += 1
         await super().on_partitions_revoked(revoked)
         self.app.forget_states(revoked)
+
+    async def _require_membership(self) -> None:
+        """By a heartbeat of its own: the last regular one may have been answered before this process was stopped."""
+        coordinator = self._thread._ensure_consumer()._coordinator
+        if not await self._thread.call_thread(coordinator._do_heartbeat):
+            raise _Evicted("the group does not answer for this worker")
+
+    def _require_tenure(self) -> None:
+        if self._tenure_of_commit != self._tenure:
+            raise _Evicted("partitions were taken away meanwhile")
 
     async def wait_first(self, *coros: Any, timeout: Any = None) -> WaitResults:  # noqa: ASYNC109 - its base has it
         """Faust gives each message four tasks, in case the delivery has to wait and the flow is suspended meanwhile.
@@ -97,6 +131,10 @@ class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
         delivery, suspension = coros
         suspension.close()
         return WaitResults([delivery], [await delivery], False)
+
+
+class _Evicted(Exception):
+    """What was to be committed is read again, here or by another worker."""
 
 
 class StreamsApp(faust.App):  # type: ignore[misc]
@@ -116,8 +154,8 @@ class StreamsApp(faust.App):  # type: ignore[misc]
             and all(agent.has_room for agent in self.agents_at_work)
         )
 
-    async def keep_states(self) -> None:
-        """Called when a commit is due. What is processed meanwhile belongs to the next one."""
+    async def begin_to_keep(self) -> None:
+        """Called when a commit is due; flushes the facts. What is processed meanwhile belongs to the next one."""
         for agent in self.agents_at_work:
             agent.begin_to_keep()
         try:
@@ -125,6 +163,9 @@ class StreamsApp(faust.App):  # type: ignore[misc]
         except LogUnavailable as error:
             self.fail(error)
             raise
+
+    def keep_states(self) -> None:
+        """Called when the facts are flushed and the partitions are still ours."""
         for agent in self.agents_at_work:
             agent.keep()
 
@@ -152,6 +193,7 @@ def run(run: Run, settings: StreamsSettings, pulse: Pulse, stop: threading.Event
 
 async def _serve(run: Run, settings: StreamsSettings, pulse: Pulse, stop: threading.Event, log: KafkaLog) -> None:
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    state_folder(settings, run.worker).mkdir(parents=True, exist_ok=True)
     app = make_app(run, settings, log, failed)
     for hop in hops(load_job(run.job.module).scorers, settings.advantage):
         if hop.name in settings.hops:
@@ -189,7 +231,7 @@ def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Fut
         f"streams-{run.run_id}",
         broker=";".join(f"kafka://{server}" for server in run.bootstrap_servers.split(",")),
         store="rocksdb://",
-        datadir=str(Path(settings.state_folder).absolute()),
+        datadir=str(state_folder(settings, run.worker)),
         key_serializer="raw",
         value_serializer="raw",
         topic_partitions=PARTITIONS,
@@ -211,6 +253,12 @@ def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Fut
     app.transport.Consumer = KeepingConsumer
     app.producer_transport.Producer = IdempotentProducer
     return app
+
+
+def state_folder(settings: StreamsSettings, worker: str) -> Path:
+    """Where a worker keeps its tables: each has a folder of its own, since two cannot open the same one."""
+    name = quote(worker, safe="").replace(".", "%2E")  # a name is not a path, whatever is in it
+    return Path(settings.state_folder).absolute() / name
 
 
 class Agent:

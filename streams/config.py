@@ -13,7 +13,7 @@ class StreamsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     advantage: AdvantageKind = "standardised"
     "how a reward is compared with its group: centred, standardised or leave_one_out"
     state_folder: str = "state"
-    "where rocksdict keeps the tables; rebuilt from the changelog when wiped"
+    "where rocksdict keeps the tables, each worker in a folder of its own; rebuilt from the changelog when wiped"
     state_cache_bytes: int = 32 * 1024 * 1024
     "block cache of each table partition"
     session_timeout_seconds: float = 8.0
@@ -29,3 +29,5 @@ class CutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     poll_seconds: float = 0.2
     "how long to wait for groups at a time"
+    rejects_share_max: float = 0.5
+    "the cutter stops with an alarm when more than this share of the last thousand groups cannot be read"

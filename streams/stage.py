@@ -14,9 +14,9 @@ import structlog
 
 from schemas.events import Address, Event
 from schemas.ids import now_microseconds
-from streams.dead_letter import RejectLimit, rejected
 from streams.hops.hop import Hop, Outcome
 from streams.log.protocol import Delivery
+from streams.rules.dead_letter import RejectLimit, rejected
 
 logger = structlog.get_logger()
 

@@ -24,6 +24,7 @@ from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.protocol import Log, Reader, Transactor
 from trainer.base_model import base_model
+from trainer.batch import counting_only
 from trainer.config import TrainerSettings
 from trainer.engines.protocol import Engine, GrpoBatch, Report
 from trainer.publish import Publisher, probe_of, probe_tokens
@@ -44,7 +45,7 @@ class _Stopped(Exception):
 
 
 def run(run: Run, settings: TrainerSettings, pulse: Pulse, stop: threading.Event) -> None:
-    """The program. Returns when stop is set. Raises Fenced, BadInput, BatchOutOfOrder, BlobDamaged."""
+    """The program. Returns when stop is set. Raises Fenced, LogBroken, BadInput, BatchOutOfOrder, BlobDamaged."""
     import torch  # torch and the clients take seconds to import: only a trainer that really starts pays for them
 
     from streams.log.connect import open_log
@@ -101,7 +102,7 @@ class _Session:
         # taking the transactional id first fences a trainer that is still running: what is newest now stays newest
         transactor = self.log.transactor(f"trainer-{self.run.run_id}")
         try:
-            batches = self.log.reader(["batches"], f"trainer-{self.run.run_id}")
+            batches = self.log.reader(["batches"], f"trainer-{self.run.run_id}", alone=True)
             try:
                 version = self._started(transactor, batches)
                 if version == 0 and self.run.job.demonstrations > 0:
@@ -175,7 +176,8 @@ class _Session:
         began = time.monotonic()
         events = self.log.read_at([member.trajectory for member in batch.members])
         self.pulse.count("events_read", len(events))
-        trajectories = [event for event in events if isinstance(event, TrajectoryAssembled)]
+        trains = self.run.job.trains
+        trajectories = [counting_only(event, trains) for event in events if isinstance(event, TrajectoryAssembled)]
         read_seconds = time.monotonic() - began
         report = self.engine.grpo(
             GrpoBatch(
@@ -216,7 +218,10 @@ class _Session:
         report.seconds.update({"checkpoint": ready - began, "publish": time.monotonic() - ready})
         taken = self.publisher.step_taken(kind, base_version, version, report, batch_id)
         published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
+        # as long as the step waits for the log it counts as lag: a log that does not take it is seen as a stall
+        self.pulse.gauge("lag", 1)
         transactor.commit([taken, published], batches)
+        self.pulse.gauge("lag", 0)
         self.pulse.count("events_written", 2)
         self._tell(version)
         _logger.info("published", kind=kind, version=version, metrics=report.metrics, seconds=report.seconds)

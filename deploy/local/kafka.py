@@ -89,7 +89,8 @@ def prepare(broker: Broker) -> None:
     if (broker.folder / "log" / "meta.properties").exists():
         return
     cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-    arguments = ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", _SETTINGS_FILE]
+    # joined by "=": one id in 64 begins with "-" and would be taken for another option
+    arguments = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", _SETTINGS_FILE]
     command = java_command("kafka", 128, [*_class_path(), *arguments])
     formatted = subprocess.run(command, cwd=broker.folder, capture_output=True, text=True, check=False)
     if formatted.returncode != 0:

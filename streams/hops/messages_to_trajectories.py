@@ -2,9 +2,14 @@
 
 Attempts of one trajectory are kept apart by attempt_id. What was seen before is ignored; a hole in `seq` refuses the
 message that shows it, so that the attempt never yields a guessed trajectory and the scheduler asks for another.
+
+Messages of several contexts arrive mixed, in the order in which they happened; a trajectory holds its contexts one after
+another, whole, so that whoever trains on it can keep them apart.
 """
 
+from bisect import bisect_right
 from functools import singledispatch
+from itertools import accumulate
 from typing import Any, cast
 
 import msgspec
@@ -13,6 +18,7 @@ from msgspec import Struct
 from schemas.events import (
     Address,
     AgentMessaged,
+    Context,
     Event,
     Meta,
     RolloutEnded,
@@ -32,8 +38,16 @@ CODE_VERSION = "assemble-1"
 _UNKNOWN_LOGPROB = b"\x00\x00\x00\x00"
 
 
+class Piece(Struct):
+    """Where one message's tokens stand, and whose context they belong to."""
+
+    context: int
+    start: int
+    end: int
+
+
 class Attempt(Struct):
-    """An attempt under way: a trajectory that grows."""
+    """An attempt under way: a trajectory that grows. Tokens stand in the order of their messages."""
 
     started: RolloutStarted
     seq_next: int
@@ -46,6 +60,11 @@ class Attempt(Struct):
     turns: int = 0
     taught: bool = False
     "true when a turn came without log-probabilities: a teacher's, good for SFT and never for RL"
+    pieces: list[Piece] = []
+    contexts: list[Context] = []
+    "those begun so far; their starts are known at the end"
+    untaught: bool = False
+    "true when a turn came with log-probabilities: the policy's"
 
 
 class Assembly(Struct):
@@ -90,9 +109,29 @@ class Assemble:
             return Outcome(Assembly(rest, [*state.ended, attempt_id]), (_assembled(attempt, event),))
         if attempt is None and not isinstance(event, RolloutStarted):
             return Outcome(state, refused=f"an attempt starts with RolloutStarted, not {type(event).__name__}")
+        wrong = _complaint(event, attempt) if attempt is not None else None
+        if wrong is not None:
+            return Outcome(state, refused=wrong)
         grown = _begun(cast(RolloutStarted, event)) if attempt is None else _grown(event, attempt)
         grown = msgspec.structs.replace(grown, seq_next=cast(int, event.meta.seq) + 1)
         return Outcome(Assembly(state.attempts | {attempt_id: grown}, state.ended))
+
+
+def _complaint(event: Event, attempt: Attempt) -> str | None:
+    """Why a message cannot be joined to its attempt; None when it can."""
+    if not isinstance(event, (TurnGenerated, ToolObserved, AgentMessaged)):
+        return None
+    known = max(1, len(attempt.contexts))
+    if not 0 <= event.context < known + (not isinstance(event, TurnGenerated)):
+        return f"context {event.context} of an attempt that has {known}"
+    if len(event.tokens) % 4:
+        return f"{len(event.tokens)} bytes of tokens are no whole tokens"
+    if isinstance(event, TurnGenerated):
+        if event.logprobs and len(event.logprobs) != len(event.tokens):
+            return "a turn has another number of log-probabilities than of tokens"
+        if any(not 0 <= span.start <= span.end <= token_count(event.tokens) for span in event.versions):
+            return "a weight version is named for tokens that the turn does not have"
+    return None
 
 
 def _begun(started: RolloutStarted) -> Attempt:
@@ -105,6 +144,8 @@ def _begun(started: RolloutStarted) -> Attempt:
         logprobs=_UNKNOWN_LOGPROB * count,
         segments=[Segment(start=0, end=count, agent="prompt", policy_version=None)] if count else [],
         transcript=[Utterance(role="user", name=None, content=started.task.prompt)],
+        pieces=[Piece(0, 0, count)],
+        contexts=[Context(start=0, agent=started.meta.receiver or started.task.agent)],
     )
 
 
@@ -131,6 +172,8 @@ def _(event: TurnGenerated, attempt: Attempt) -> Attempt:
         tokens_sampled=attempt.tokens_sampled + count,
         turns=attempt.turns + 1,
         taught=attempt.taught or (not event.logprobs and count > 0),
+        untaught=attempt.untaught or bool(event.logprobs),
+        pieces=[*attempt.pieces, Piece(event.context, start, start + count)],
     )
 
 
@@ -139,14 +182,12 @@ def _(event: ToolObserved, attempt: Attempt) -> Attempt:
     said = Utterance(
         role="tool", name=event.tool, content=event.content, is_error=event.is_error, perturbation=event.perturbation
     )
-    return _read(attempt, event.tokens, event.tool, said)
+    return _read(attempt, event, event.tool, said)
 
 
 @_grown.register
 def _(event: AgentMessaged, attempt: Attempt) -> Attempt:
-    return _read(
-        attempt, event.tokens, event.kind, Utterance(role="agent", name=event.meta.sender, content=event.content)
-    )
+    return _read(attempt, event, event.kind, Utterance(role="agent", name=event.meta.sender, content=event.content))
 
 
 @_grown.register
@@ -154,9 +195,14 @@ def _(event: ToolCalled, attempt: Attempt) -> Attempt:
     return attempt  # the call's text and tokens are part of the turn that made it
 
 
-def _read(attempt: Attempt, tokens: bytes, source: str, said: Utterance) -> Attempt:
-    """Tokens that the policy read and did not say."""
+def _read(attempt: Attempt, event: ToolObserved | AgentMessaged, source: str, said: Utterance) -> Attempt:
+    """Tokens that an agent read and did not say."""
+    tokens = event.tokens
     start, count = token_count(attempt.tokens), token_count(tokens)
+    contexts = attempt.contexts
+    if event.context >= max(1, len(contexts)):
+        begun = Context(start=start, agent=event.meta.receiver or source, because=event.context_because)
+        contexts = [*contexts, begun]
     segment = Segment(start=start, end=start + count, agent=source, policy_version=None)
     return msgspec.structs.replace(
         attempt,
@@ -165,11 +211,14 @@ def _read(attempt: Attempt, tokens: bytes, source: str, said: Utterance) -> Atte
         logprobs=attempt.logprobs + _UNKNOWN_LOGPROB * count,
         segments=[*attempt.segments, segment] if count else attempt.segments,
         transcript=[*attempt.transcript, said],
+        pieces=[*attempt.pieces, Piece(event.context, start, start + count)],
+        contexts=contexts,
     )
 
 
 def _assembled(attempt: Attempt, ended: RolloutEnded) -> TrajectoryAssembled:
     started = attempt.started
+    attempt = _by_context(_without_teachers(attempt))
     versions = [segment.policy_version for segment in attempt.segments if segment.policy_version is not None]
     return TrajectoryAssembled(
         meta=_meta(ended, min(versions, default=None)),
@@ -185,13 +234,56 @@ def _assembled(attempt: Attempt, ended: RolloutEnded) -> TrajectoryAssembled:
         ended_by=ended.ended_by,
         reason=ended.reason,
         turns=attempt.turns,
-        tokens_sampled=attempt.tokens_sampled,
+        tokens_sampled=attempt.loss_mask.count(1),
         policy_version_oldest=min(versions, default=None),
         template_hash=started.template_hash,
         tools_hash=started.tools_hash,
         world_hash=started.world_hash,
         cost=ended.cost,
+        contexts=attempt.contexts if len(attempt.contexts) > 1 else [],
     )
+
+
+def _without_teachers(attempt: Attempt) -> Attempt:
+    """Where the policy worked with a teacher, only what the policy sampled is marked as such, and can be trained on."""
+    if not (attempt.taught and attempt.untaught):
+        return attempt
+    mask = bytearray(attempt.loss_mask)
+    for segment in attempt.segments:
+        if segment.policy_version is None:
+            mask[segment.start : segment.end] = bytes(segment.end - segment.start)
+    return msgspec.structs.replace(attempt, loss_mask=bytes(mask), taught=False)
+
+
+def _by_context(attempt: Attempt) -> Attempt:
+    """The same tokens, context after context instead of in the order of their messages."""
+    if len(attempt.contexts) < 2:
+        return attempt
+    pieces = sorted(attempt.pieces, key=lambda piece: piece.context)  # stable: within a context the order stays
+    starts = list(accumulate((piece.end - piece.start for piece in pieces), initial=0))[:-1]
+    moved = {piece.start: start for piece, start in zip(pieces, starts, strict=True) if piece.end > piece.start}
+    first = {piece.context: start for piece, start in zip(reversed(pieces), reversed(starts), strict=True)}
+    return msgspec.structs.replace(
+        attempt,
+        tokens=b"".join(attempt.tokens[4 * piece.start : 4 * piece.end] for piece in pieces),
+        loss_mask=b"".join(attempt.loss_mask[piece.start : piece.end] for piece in pieces),
+        logprobs=b"".join(attempt.logprobs[4 * piece.start : 4 * piece.end] for piece in pieces),
+        segments=_moved(attempt.segments, moved),
+        contexts=[
+            msgspec.structs.replace(context, start=first[number]) for number, context in enumerate(attempt.contexts)
+        ],
+    )
+
+
+def _moved(segments: list[Segment], moved: dict[int, int]) -> list[Segment]:
+    """Segments at their new places, in order. Each lies within one of the pieces that were moved from start to start."""
+    origins = sorted(moved)
+    found: list[Segment] = []
+    for segment in (segment for segment in segments if segment.end > segment.start):
+        origin = origins[bisect_right(origins, segment.start) - 1]
+        shift = moved[origin] - origin
+        found.append(msgspec.structs.replace(segment, start=segment.start + shift, end=segment.end + shift))
+    return sorted(found, key=lambda segment: segment.start)
 
 
 def _meta(ended: RolloutEnded, policy_version: int | None) -> Meta:

@@ -3,13 +3,15 @@
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
+import structlog
 from confluent_kafka import (
     OFFSET_BEGINNING,
+    OFFSET_STORED,
     Consumer,
-    ConsumerGroupTopicPartitions,
     KafkaError,
     KafkaException,
     Message,
@@ -22,18 +24,32 @@ from confluent_kafka.admin._listoffsets import OffsetSpec
 from confluent_kafka.cimpl import NewTopic
 
 from schemas.codec import Codec
-from schemas.errors import BadInput, Fenced, LogUnavailable
+from schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, Rebalanced
 from schemas.events import Address, Event, Position
 from schemas.topics import TOPICS, Topic, topic_of
-from streams.log.protocol import Delivery, Reader, Standing, delivered
+from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread, delivered
+
+logger = structlog.get_logger()
 
 _ASK_SECONDS = 20.0
+_TRANSACTION_SECONDS = 60.0
+"After this the coordinator aborts a transaction whose holder is silent."
+_POLL_BYTES_MAX = 16 * 1024 * 1024
+"A poll that has taken so much returns with what it has: as events it is several times as large."
+_CONSUMED_AT_ONCE = 250
 _READ_AHEAD_OFFSETS = 512
 """Wanted offsets closer together than this are read in one sweep: a seek costs about as much as so many messages."""
 
 
 def _client_settings(bootstrap_servers: str) -> dict[str, Any]:
-    return {"bootstrap.servers": bootstrap_servers, "log_level": 3, "socket.keepalive.enable": True}
+    return {
+        "bootstrap.servers": bootstrap_servers,
+        "log_level": 3,
+        "socket.keepalive.enable": True,
+        # a broker that starts says at first that there is none, and librdkafka 2.16 would then begin anew: a transaction that
+        # is open at that moment waits until its time is up, and so does every question
+        "metadata.recovery.strategy": "none",
+    }
 
 
 def _producer_settings(bootstrap_servers: str) -> dict[str, Any]:
@@ -60,6 +76,8 @@ def _consumer_settings(bootstrap_servers: str, group: str) -> dict[str, Any]:
         # messages come one by one: fetched twenty times a second instead, they cost the broker a fraction of its work
         "fetch.min.bytes": 64 * 1024,
         "fetch.wait.max.ms": 50,
+        # one fetch may exceed the second bound, and by as much as it was compressed: so it is kept small
+        "fetch.message.max.bytes": 256 * 1024,
         "queued.max.messages.kbytes": 32 * 1024,
     }
 
@@ -74,6 +92,7 @@ class KafkaLog:
         self._failure: KafkaError | None = None
         self._random_access: Consumer | None = None
         self._admin: AdminClient | None = None
+        self._askers: dict[str, Consumer] = {}
 
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
         topic = topic_of(event)
@@ -101,8 +120,12 @@ class KafkaLog:
             raise LogUnavailable(f"the broker did not acknowledge everything within {timeout_seconds:g} s")
         self._raise_failure()
 
-    def reader(self, topics: Sequence[str], group: str | None = None) -> "KafkaReader":
-        return KafkaReader(self._bootstrap_servers, self.codec, topics, group)
+    def forget_failure(self) -> None:
+        """Goes on with a new producer. What the failed one held is lost: for programs that take it again from the log."""
+        self._producer, self._failure = None, None
+
+    def reader(self, topics: Sequence[str], group: str | None = None, *, alone: bool = False) -> "KafkaReader":
+        return KafkaReader(self._bootstrap_servers, self.codec, topics, group, alone)
 
     def transactor(self, name: str) -> "KafkaTransactor":
         return KafkaTransactor(self._bootstrap_servers, self.codec, name)
@@ -125,7 +148,7 @@ class KafkaLog:
     def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
         admin = self._opened_admin()
         partitions = self._partitions(admin, topics)
-        committed = self._committed(admin, group, partitions)
+        committed = self._committed(group, partitions)
         ends = _ends(admin, partitions)
         return {
             topic: Standing(
@@ -146,6 +169,34 @@ class KafkaLog:
         finally:
             reader.close()
         return counts
+
+    def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
+        admin = self._opened_admin()
+        partitions = self._partitions(admin, topics)
+        committed = self._committed(group, partitions)
+        starts, ends = _starts(admin, partitions), _ends(admin, partitions)
+        waiting = {
+            place: max(committed.get(place, 0), starts[place])
+            for place in partitions
+            if max(committed.get(place, 0), starts[place]) < ends[place]
+        }
+        written = self._written(waiting)
+        return {
+            topic: Unread(
+                oldest_milliseconds=min((at for place, at in written.items() if place[0] == topic), default=None),
+                expired=sum(max(0, starts[place] - offset) for place, offset in committed.items() if place[0] == topic),
+            )
+            for topic in topics
+        }
+
+    def messages(self, topics: Sequence[str]) -> Iterator[RawMessage]:
+        reader = KafkaReader(self._bootstrap_servers, self.codec, topics, None)
+        try:
+            while not reader.caught_up():
+                for message in reader.poll_everything(10_000, 1.0):
+                    yield RawMessage(_address(message), message.key(), message.value())
+        finally:
+            reader.close()
 
     def make_topics(self) -> None:
         admin = self._opened_admin()
@@ -183,6 +234,9 @@ class KafkaLog:
         if self._random_access is not None:
             self._random_access.close()
             self._random_access = None
+        for asker in self._askers.values():
+            asker.close()
+        self._askers = {}
         self.codec.close()
 
     def _opened_admin(self) -> AdminClient:
@@ -242,19 +296,52 @@ class KafkaLog:
         metadata = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
         return [(topic, partition) for topic in topics if topic in metadata for partition in metadata[topic].partitions]
 
-    def _committed(
-        self, admin: AdminClient, group: str, partitions: list[tuple[str, int]]
-    ) -> dict[tuple[str, int], int]:
-        request = ConsumerGroupTopicPartitions(group, [TopicPartition(*partition) for partition in partitions])
-        future = admin.list_consumer_group_offsets([request])[group]
-        result = _asked(lambda: future.result(timeout=_ASK_SECONDS))
-        return {(p.topic, p.partition): p.offset for p in result.topic_partitions if p.offset >= 0}
+    def _committed(self, group: str, partitions: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
+        """By a consumer that joins nothing. The admin client of librdkafka 2.16 can be asked the same, and takes the process
+        down when the answer is that the group's coordinator is elsewhere, as it is while a broker starts."""
+        if group not in self._askers:
+            settings = _consumer_settings(self._bootstrap_servers, group)
+            # uncommitted: else it would wait for a transaction under way
+            self._askers[group] = Consumer(settings | {"isolation.level": "read_uncommitted"})
+        asker = self._askers[group]
+        asked = [TopicPartition(*partition) for partition in partitions]
+        found = _asked(lambda: asker.committed(asked, _ASK_SECONDS)) if asked else []
+        for place in found:
+            if place.error is not None:
+                _raise_unavailable(place.error)
+        return {(place.topic, place.partition): place.offset for place in found if place.offset >= 0}
+
+    def _written(self, waiting: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
+        """When the first message from each offset on was written; a place where only markers of transactions follow has none."""
+        if not waiting:
+            return {}
+        consumer = Consumer(_consumer_settings(self._bootstrap_servers, f"unread-{uuid.uuid4()}"))
+        written: dict[tuple[str, int], int] = {}
+        ended: set[tuple[str, int]] = set()
+        try:
+            consumer.assign([TopicPartition(*place, offset) for place, offset in waiting.items()])
+            while len(ended) < len(waiting):
+                message = consumer.poll(_ASK_SECONDS)
+                if message is None:
+                    raise LogUnavailable(f"the oldest of {', '.join(topic for topic, _ in waiting)} cannot be read")
+                error = message.error()
+                if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                    _raise_unavailable(error)
+                place = (str(message.topic()), _partition(message))
+                if error is None and place not in ended:
+                    written[place] = message.timestamp()[1]
+                ended.add(place)
+        finally:
+            consumer.close()
+        return written
 
 
 class KafkaReader:
     """See streams.log.protocol.Reader."""
 
-    def __init__(self, bootstrap_servers: str, codec: Codec, topics: Sequence[str], group: str | None) -> None:
+    def __init__(
+        self, bootstrap_servers: str, codec: Codec, topics: Sequence[str], group: str | None, alone: bool = False
+    ) -> None:
         self._codec = codec
         self._client_settings = _client_settings(bootstrap_servers)
         self._admin: AdminClient | None = None
@@ -264,23 +351,38 @@ class KafkaReader:
         self._starts: dict[tuple[str, int], int] = {}
         "where reading was told to begin, by seek_before_end"
         self._topics = list(topics)
+        self._is_holding = False
         if group is None:
-            self._assign_all()
+            self._assign_all(OFFSET_BEGINNING)
+        elif alone:
+            # assigned, not joined: no session can expire, and no dead member has to be waited for
+            self._assign_all(OFFSET_STORED)
         else:
             self._consumer.subscribe(self._topics, on_lost=self._forget, on_revoke=self._forget)
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
-        return [
-            delivered(self._codec, _address(message), message.key(), message.value() or b"")
-            for message in self.poll_messages(events_max, timeout_seconds)
-        ]
+        messages = self.poll_messages(events_max, timeout_seconds)
+        try:
+            return [
+                delivered(self._codec, _address(message), message.key(), message.value() or b"") for message in messages
+            ]
+        except (
+            LogUnavailable
+        ):  # the registry or the blobs are away: nothing was handed out, and a commit must not pass it
+            self._go_back_before(messages)
+            raise
 
     def poll_messages(self, messages_max: int, timeout_seconds: float) -> list[Message]:
-        """What has arrived, not decoded."""
+        """What has arrived, not decoded. A tombstone says that something was removed; it is no event."""
+        return [m for m in self.poll_everything(messages_max, timeout_seconds) if m.value() is not None]
+
+    def poll_everything(self, messages_max: int, timeout_seconds: float) -> list[Message]:
+        """What has arrived, not decoded, tombstones too."""
+        self._hold(messages_max == 0)
         try:
             # `consume` alone would wait out the whole timeout unless messages_max arrive
             first = self._consumer.poll(timeout_seconds)
-            polled = [] if first is None else [first, *self._consumer.consume(messages_max - 1, 0.0)]
+            polled = [] if first is None else [first, *self._fetched(messages_max - 1)]
         except KafkaException as failure:
             raise LogUnavailable(f"cannot read {', '.join(self._topics)}: {failure}") from failure
         messages: list[Message] = []
@@ -291,13 +393,37 @@ class KafkaReader:
                 if _offset(message) < self._starts.get(place, 0):
                     continue  # was on its way when another place was sought
                 self._next[place] = _offset(message) + 1
-                if message.value() is not None:  # a tombstone says that something was removed; it is no event
-                    messages.append(message)
+                messages.append(message)
             elif error.code() == KafkaError._PARTITION_EOF:
                 self._ends_seen[str(message.topic()), _partition(message)] = _offset(message)
             elif error.fatal() or not (error.retriable() or error.code() in _PASSING_ERRORS):
                 _raise_unavailable(error)
         return messages
+
+    def _go_back_before(self, messages: Sequence[Message]) -> None:
+        firsts: dict[tuple[str, int], int] = {}
+        for message in messages:
+            firsts.setdefault((str(message.topic()), _partition(message)), _offset(message))
+        self.seek(Position(topic=t, partition=p, offset=offset) for (t, p), offset in firsts.items())
+
+    def _hold(self, hold: bool) -> None:
+        """Fetches nothing more while held; heartbeats and rebalances go on as long as somebody polls."""
+        if hold:  # also what was assigned since the last time
+            self._consumer.pause(self._consumer.assignment())
+        elif self._is_holding:
+            self._consumer.resume(self._consumer.assignment())
+        self._is_holding = hold
+
+    def _fetched(self, messages_max: int) -> Iterator[Message]:
+        """What was fetched already, as far as it fits into one poll."""
+        room, bytes_taken = messages_max, 0
+        while room > 0 and bytes_taken < _POLL_BYTES_MAX:
+            messages = self._consumer.consume(min(room, _CONSUMED_AT_ONCE), 0.0)
+            if not messages:
+                return
+            room -= len(messages)
+            bytes_taken += sum(map(len, messages))
+            yield from messages
 
     def commit(self, positions: Sequence[Position] | None = None) -> None:
         offsets = self.offsets() if positions is None else [_topic_partition(position) for position in positions]
@@ -306,6 +432,8 @@ class KafkaReader:
         try:
             self._consumer.commit(offsets=offsets, asynchronous=False)
         except KafkaException as error:
+            if error.args[0].code() in _REBALANCE_ERRORS:
+                raise Rebalanced(f"positions were not committed: {error}") from error
             raise LogUnavailable(f"positions were not committed: {error}") from error
 
     def positions(self) -> list[Position]:
@@ -348,13 +476,13 @@ class KafkaReader:
     def close(self) -> None:
         self._consumer.close()
 
-    def _assign_all(self) -> None:
+    def _assign_all(self, offset: int) -> None:
         partitions: list[TopicPartition] = []
         for name in self._topics:
             topic = _asked(lambda name=name: self._consumer.list_topics(name, timeout=_ASK_SECONDS)).topics[name]  # type: ignore[misc]
             if topic.error is not None:
                 raise LogUnavailable(f"topic {name} cannot be read: {topic.error}")
-            partitions += [TopicPartition(name, partition, OFFSET_BEGINNING) for partition in topic.partitions]
+            partitions += [TopicPartition(name, partition, offset) for partition in topic.partitions]
         self._consumer.assign(partitions)
 
     def _forget(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
@@ -365,66 +493,86 @@ class KafkaReader:
 
 
 class KafkaTransactor:
-    """See streams.log.protocol.Transactor."""
+    """See streams.log.protocol.Transactor.
+
+    What ends a transaction is given no time of its own: it may take what is left of the transaction's, after which the client
+    and the coordinator agree that it is over. A time of our own could end in between, with the two of two minds.
+    """
 
     def __init__(self, bootstrap_servers: str, codec: Codec, name: str) -> None:
         self._settings = _producer_settings(bootstrap_servers) | {
             "transactional.id": name,
-            "transaction.timeout.ms": 60_000,
+            "transaction.timeout.ms": int(_TRANSACTION_SECONDS * 1000),
         }
         self._codec = codec
         self._producer = self._initialised()
 
     def commit(self, events: Sequence[Event], reader: Reader) -> None:
         assert isinstance(reader, KafkaReader)
+        # before the transaction begins: an event that cannot be encoded must not leave one open
+        messages = [(topic_of(event), event, self._codec.encode(event)) for event in events]
         try:
             self._producer.begin_transaction()
-            for event in events:
-                topic = topic_of(event)
-                self._producer.produce(topic.name, self._codec.encode(event), topic.key(event).encode())
+            for topic, event, value in messages:
+                self._produce(topic.name, value, topic.key(event).encode())
             self._producer.send_offsets_to_transaction(reader.offsets(), reader.group_metadata(), _ASK_SECONDS)
-            self._commit_retrying()
+            self._producer.commit_transaction()
         except KafkaException as error:
             self._abandon(error)
 
     def close(self) -> None:
-        self._producer.flush(1.0)
+        with suppress(KafkaException):  # of a producer that was fenced: commit has told, and that must be heard
+            self._producer.flush(1.0)
 
     def _initialised(self) -> Producer:
         producer = Producer(self._settings)
         try:
-            producer.init_transactions(60.0)
+            producer.init_transactions(_TRANSACTION_SECONDS)
         except KafkaException as error:
             raise LogUnavailable(
                 f"transactional id {self._settings['transactional.id']} was not granted: {error}"
             ) from error
         return producer
 
-    def _commit_retrying(self) -> None:
-        """A commit that timed out is neither done nor undone until it is asked again."""
+    def _produce(self, topic: str, value: bytes, key: bytes) -> None:
         while True:
             try:
-                self._producer.commit_transaction(_ASK_SECONDS)
+                self._producer.produce(topic, value, key)
                 return
-            except KafkaException as error:
-                if not error.args[0].retriable():
-                    raise
+            except BufferError:  # the queue is full; it empties at the latest when the transaction's time is up
+                self._producer.poll(0.05)
 
     def _abandon(self, error: KafkaException) -> NoReturn:
-        """Ends in Fenced or LogUnavailable, with nothing of the transaction visible."""
-        cause: KafkaError = error.args[0]
-        if cause.code() in _FENCED_ERRORS or cause.fatal():
-            raise Fenced(f"another instance took over {self._settings['transactional.id']}: {cause}") from error
+        """Ends in Fenced, LogBroken or LogUnavailable, with the transaction undone or, in doubt, done or undone."""
+        self._raise_if_final(error)
         try:
-            self._producer.abort_transaction(_ASK_SECONDS)
+            self._producer.abort_transaction()
         except KafkaException as indefinite:
-            # the state of the transaction is not known to us: a new producer fences the old one, which aborts it
+            self._raise_if_final(indefinite)  # a new producer would take the id back from whoever has it now
+            logger.warning("transaction.in_doubt", name=self._settings["transactional.id"], reason=str(indefinite))
+            # of a commit that timed out nobody knows the end: a new producer waits for it, or aborts what was open
             self._producer = self._initialised()
-            raise LogUnavailable(f"the transaction ended in doubt and was abandoned: {indefinite}") from error
-        raise LogUnavailable(f"the transaction was aborted: {cause}") from error
+            raise LogUnavailable(f"the transaction ended in doubt and was abandoned: {error}") from indefinite
+        raise LogUnavailable(f"the transaction was aborted: {error}") from error
+
+    def _raise_if_final(self, error: KafkaException) -> None:
+        cause: KafkaError = error.args[0]
+        if cause.code() in _FENCED_ERRORS:
+            raise Fenced(
+                f"another instance took over {self._settings['transactional.id']}, or a transaction was held for more than "
+                f"{_TRANSACTION_SECONDS:g} s: {cause}"
+            ) from error
+        if cause.fatal():
+            raise LogBroken(f"the producer of {self._settings['transactional.id']} cannot go on: {cause}") from error
 
 
 _FENCED_ERRORS = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
+_REBALANCE_ERRORS = {
+    KafkaError.REBALANCE_IN_PROGRESS,
+    KafkaError.ILLEGAL_GENERATION,
+    KafkaError.UNKNOWN_MEMBER_ID,
+    KafkaError._ASSIGNMENT_LOST,
+}
 _PASSING_ERRORS = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._MAX_POLL_EXCEEDED}
 
 
@@ -442,8 +590,18 @@ def _raise_unavailable(error: KafkaError) -> NoReturn:
 
 def _ends(admin: AdminClient, partitions: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
     """The next offset of each partition, in one question."""
-    latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-    futures = admin.list_offsets({TopicPartition(*partition): latest for partition in partitions})
+    return _offsets(admin, partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
+
+
+def _starts(admin: AdminClient, partitions: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+    """The oldest offset of each partition that has not been forgotten, in one question."""
+    return _offsets(admin, partitions, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
+
+
+def _offsets(
+    admin: AdminClient, partitions: Iterable[tuple[str, int]], which: OffsetSpec
+) -> dict[tuple[str, int], int]:
+    futures = admin.list_offsets({TopicPartition(*partition): which for partition in partitions})
     return {
         (place.topic, place.partition): _asked(partial(future.result, timeout=_ASK_SECONDS)).offset
         for place, future in futures.items()

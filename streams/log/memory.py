@@ -5,21 +5,23 @@ concurrent transactions of one name beyond fencing.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from schemas.codec import Codec
 from schemas.errors import Fenced
 from schemas.events import Address, Event, Position
+from schemas.ids import now_microseconds
 from schemas.topics import TOPICS, topic_of
 from streams.log.partitioner import partition_of
-from streams.log.protocol import Delivery, Reader, Standing, delivered
+from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread, delivered
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
     key: bytes
     value: bytes
+    timestamp_milliseconds: int
 
 
 class MemoryLog:
@@ -47,14 +49,14 @@ class MemoryLog:
         partition = partition_of(key, count)
         with self._changed:
             messages = self._partitions[topic, partition]
-            messages.append(_Stored(key, value))
+            messages.append(_Stored(key, value, now_microseconds() // 1000))
             self._changed.notify_all()
             return Address(topic, partition, len(messages) - 1)
 
     def flush(self, timeout_seconds: float = 30.0) -> None:
         """Everything is acknowledged as it is appended."""
 
-    def reader(self, topics: Sequence[str], group: str | None = None) -> "MemoryReader":
+    def reader(self, topics: Sequence[str], group: str | None = None, *, alone: bool = False) -> "MemoryReader":
         return MemoryReader(self, topics, group)
 
     def transactor(self, name: str) -> "MemoryTransactor":
@@ -81,6 +83,19 @@ class MemoryLog:
                 )
                 for topic in topics
             }
+
+    def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
+        with self._changed:
+            oldest: dict[str, list[int]] = {topic: [] for topic in topics}
+            for place in self.partitions_of(topics):
+                for stored in self._partitions[place][self.committed(group, place) :][:1]:
+                    oldest[place[0]].append(stored.timestamp_milliseconds)
+            return {topic: Unread(min(found, default=None)) for topic, found in oldest.items()}
+
+    def messages(self, topics: Sequence[str]) -> Iterator[RawMessage]:
+        places = dict.fromkeys(self.partitions_of(topics), 0)
+        for address, stored in self.fetch(places, sum(self.ends(places).values()), 0.0):
+            yield RawMessage(address, stored.key, stored.value)
 
     def count(self, topics: Sequence[str]) -> dict[str, int]:
         with self._changed:
@@ -115,7 +130,10 @@ class MemoryLog:
         """Messages from the given offsets on; waits for the first one."""
         with self._changed:
             self._changed.wait_for(
-                lambda: any(len(self._partitions[place]) > offset for place, offset in places.items()), timeout_seconds
+                lambda: (
+                    events_max > 0 and any(len(self._partitions[place]) > offset for place, offset in places.items())
+                ),
+                timeout_seconds,
             )
             fetched: list[tuple[Address, _Stored]] = []
             for place, offset in places.items():
@@ -153,10 +171,12 @@ class MemoryReader:
         return self._deliveries(self._log.fetch(self._next, events_max, timeout_seconds))
 
     def _deliveries(self, fetched: list[tuple[Address, _Stored]]) -> list[Delivery]:
+        # before anything is passed: what cannot be judged now is fetched again
+        deliveries = [delivered(self._log.codec, address, stored.key, stored.value) for address, stored in fetched]
         for address, _ in fetched:
             self._next[address.topic, address.partition] = address.offset + 1
             self._polled.add((address.topic, address.partition))
-        return [delivered(self._log.codec, address, stored.key, stored.value) for address, stored in fetched]
+        return deliveries
 
     def commit(self, positions: Sequence[Position] | None = None) -> None:
         if self._group is not None:

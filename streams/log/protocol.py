@@ -4,7 +4,7 @@ Events go in and events come out; topic, key, partition and bytes are the backen
 All calls are synchronous and may block; asyncio programs call them in a thread. A reader belongs to one thread.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,15 +32,27 @@ def delivered(codec: Codec, address: Address, key: bytes | None, value: bytes) -
         return Delivery(address, key, value, None, str(error))
 
 
+@dataclass(frozen=True, slots=True)
+class RawMessage:
+    """One message of the log as bytes."""
+
+    address: Address
+    key: bytes | None
+    value: bytes | None
+    "None = a tombstone: what had this key was removed"
+
+
 class Reader(Protocol):
     """Reads topics from somewhere on. Order holds per partition. Aborted transactions are never seen."""
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
-        """What has arrived, at most events_max; [] when nothing did in time. Raises LogUnavailable."""
+        """What has arrived, at most events_max; [] when nothing did in time. 0 = waits, takes nothing that is not on its way
+        already, and keeps the reader's place in its group: a rebalance waits for every member to poll. Raises LogUnavailable."""
 
     def commit(self, positions: Sequence[Position] | None = None) -> None:
         """Remembers, for the group, that everything polled so far, or everything before `positions`, has had its effect.
-        Blocks until it is stored. Raises LogUnavailable, after which the same will be delivered again."""
+        Blocks until it is stored. Raises LogUnavailable, after which the same will be delivered again: at once when it is
+        Rebalanced, to whoever has the partition then."""
 
     def positions(self) -> list[Position]:
         """The next offset of every partition polled from so far."""
@@ -61,8 +73,9 @@ class Transactor(Protocol):
     """Appends that become visible together with the consumed positions, or not at all (KIP-447)."""
 
     def commit(self, events: Sequence[Event], reader: Reader) -> None:
-        """Writes events and the reader's positions as one. Raises Fenced when another instance took over; on any other
-        failure the transaction was aborted, nothing is visible, and LogUnavailable is raised: go back and take it again."""
+        """Writes events and the reader's positions as one. Raises Fenced when another instance took over, LogBroken when
+        this process cannot go on: both end it. Any other failure is LogUnavailable: the transaction was aborted, or it ended
+        in doubt, whole or not at all: read back what is on the log and go on from there."""
 
     def close(self) -> None: ...
 
@@ -79,6 +92,16 @@ class Standing:
         return max(0, self.end - self.committed)
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """What a group has not committed of a topic, as the broker's forgetting sees it."""
+
+    oldest_milliseconds: int | None
+    "when the oldest unread message was written, since the epoch; None when all is read"
+    expired: int = 0
+    "offsets that were forgotten before the group had read them"
+
+
 class Log(Protocol):
     """A typed log."""
 
@@ -91,9 +114,10 @@ class Log(Protocol):
     def flush(self, timeout_seconds: float = 30.0) -> None:
         """Returns when everything appended is acknowledged by the log. Raises LogUnavailable otherwise."""
 
-    def reader(self, topics: Sequence[str], group: str | None = None) -> Reader:
-        """With a group: partitions are shared among its members and reading goes on where the group committed.
-        Without: this reader alone reads every partition from the beginning and commits nothing."""
+    def reader(self, topics: Sequence[str], group: str | None = None, *, alone: bool = False) -> Reader:
+        """With a group: partitions are shared among its members and reading goes on where the group committed. Alone, it
+        has every partition of the group for itself: for whoever holds a transactional id, which keeps all others out.
+        Without a group: this reader reads every partition from the beginning and commits nothing."""
 
     def transactor(self, name: str) -> Transactor:
         """Takes over the transactional id `name`; an earlier holder is fenced. Uncommitted work of it is aborted."""
@@ -106,6 +130,12 @@ class Log(Protocol):
 
     def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
         """How far the group has committed each topic."""
+
+    def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
+        """How old the oldest message of each topic is that the group has not committed. Raises LogUnavailable."""
+
+    def messages(self, topics: Sequence[str]) -> Iterator[RawMessage]:
+        """Everything that is on these topics now, as bytes, tombstones too. Raises LogUnavailable."""
 
     def make_topics(self) -> None:
         """Makes the topics of the map that do not exist yet; raises BadInput when one exists otherwise than mapped."""

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Iterator
 
+import msgspec
+
 from schemas.events import (
     EndedBy,
     Event,
@@ -139,3 +141,15 @@ def groups(
         for index in range(group_size):
             answer = chance.choice(("7", "8"))
             yield rollout(group, index, answer=answer, group_size=group_size, run_id=run_id, version=version)
+
+
+def observations(count: int, content_bytes: int, run_id: str, keys: int = 8) -> Iterator[ToolObserved]:
+    """Large messages, in turn on so many keys, numbered by `seq` on each. They belong to no rollout that was begun."""
+    observed = rollout(0, 0, run_id=run_id)[3]
+    assert isinstance(observed, ToolObserved)
+    content = random.Random(0).randbytes(content_bytes // 2).hex()
+    for number in range(count):
+        trajectory_id = f"k{number % keys}"
+        changes = {"id": f"{run_id}-{number}", "trajectory_id": trajectory_id, "seq": number // keys}
+        meta = msgspec.structs.replace(observed.meta, attempt_id=trajectory_id, **changes)
+        yield msgspec.structs.replace(observed, meta=meta, content=content)

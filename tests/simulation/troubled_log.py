@@ -3,13 +3,13 @@ append, flush or commit, what was not flushed is lost in part, and messages are 
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from schemas.events import Address, Event, Position
 from schemas.topics import topic_of
 from streams.log.memory import MemoryLog, MemoryReader, MemoryTransactor
-from streams.log.protocol import Delivery, Reader, Standing
+from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread
 
 
 class Killed(BaseException):
@@ -84,6 +84,12 @@ class TroubledLog:
     def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
         return self.beneath.standing(group, topics)
 
+    def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
+        return self.beneath.unread(group, topics)
+
+    def messages(self, topics: Sequence[str]) -> Iterator[RawMessage]:
+        return self.beneath.messages(topics)
+
     def count(self, topics: Sequence[str]) -> dict[str, int]:
         return self.beneath.count(topics)
 
@@ -96,7 +102,7 @@ class TroubledLog:
     def close(self) -> None:
         self.flush()
 
-    def reader(self, topics: Sequence[str], group: str | None = None) -> MemoryReader:
+    def reader(self, topics: Sequence[str], group: str | None = None, *, alone: bool = False) -> MemoryReader:
         # without a group a program reads its own past back, which is never in portions
         return TroubledReader(self, topics, group) if group is not None else MemoryReader(self.beneath, topics, None)
 

@@ -2,20 +2,35 @@
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from schemas.blobs import Blobs
 from schemas.codec import Codec
-from schemas.events import BatchCut, Event, EventRejected, GroupCompleted, RewardAssigned, TrajectoryAssembled
-from schemas.packed import unpack_logprobs, unpack_tokens
+from schemas.events import (
+    Address,
+    AgentMessaged,
+    BatchCut,
+    Context,
+    Event,
+    EventRejected,
+    GroupCompleted,
+    RewardAssigned,
+    TrajectoryAssembled,
+    TurnGenerated,
+    VersionSpan,
+)
+from schemas.packed import pack_tokens, token_count, unpack_logprobs, unpack_tokens
 from schemas.registry import MemoryRegistry
-from streams.dead_letter import TooManyRejects
 from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.hops.groups_to_batches import CutGroups
+from streams.hops.messages_to_trajectories import Assemble, Assembly
 from streams.log.memory import MemoryLog
+from streams.rules.dead_letter import TooManyRejects
 from tests.flow.synthetic import RUN_ID, groups, rollout
 
 
@@ -127,6 +142,124 @@ def test_a_group_without_variance_is_dropped_and_says_so(log: MemoryLog) -> None
     driven(log)
     assert [group.dropped_because for group in on(log, "groups")] == ["zero_variance"]
     assert on(log, "batches") == []
+
+
+def teamwork(group: int = 0, index: int = 0) -> list[Any]:
+    """A rollout in which a leader asks a worker between its two turns: its messages, of two contexts, mixed."""
+    started, first, called, observed, second, ended = cast("list[Any]", rollout(group, index))
+    asked = AgentMessaged(meta=called.meta, kind="delegation", content="3+4?", tokens=pack_tokens([7, 8, 9]), context=1)
+    worked = replace(second, meta=observed.meta, agent="worker", context=1)
+    reply = AgentMessaged(meta=second.meta, kind="reply", content="7", tokens=observed.tokens)
+    answered = replace(second, meta=ended.meta)
+    later = replace(ended, meta=replace(ended.meta, id=f"{ended.meta.id}-last", seq=6))
+    asked = replace(asked, context_because="first", meta=replace(asked.meta, sender="leader", receiver="worker"))
+    return [started, replace(first, agent="leader"), asked, worked, reply, replace(answered, agent="leader"), later]
+
+
+def test_contexts_are_laid_one_after_another(log: MemoryLog) -> None:
+    messages = teamwork()
+    append(log, messages)
+    driven(log)
+    (trajectory,) = on(log, "trajectories")
+    started, first, asked, worked, reply, answered, _ = messages
+    own = started.prompt_tokens + first.tokens + reply.tokens + answered.tokens
+    assert trajectory.tokens == own + asked.tokens + worked.tokens
+    start = token_count(own)
+    assert trajectory.contexts == [
+        Context(start=0, agent="agent"),
+        Context(start=start, agent="worker", because="first"),
+    ]
+    sampled = [t for t, m in zip(unpack_tokens(trajectory.tokens), trajectory.loss_mask, strict=True) if m]
+    assert sampled == unpack_tokens(first.tokens + answered.tokens + worked.tokens)
+    logprobs = [p for p, m in zip(unpack_logprobs(trajectory.logprobs), trajectory.loss_mask, strict=True) if m]
+    assert logprobs == unpack_logprobs(first.logprobs + answered.logprobs + worked.logprobs)
+    by_agent: dict[str, list[int]] = {}
+    for segment in trajectory.segments:
+        by_agent.setdefault(segment.agent, []).extend(unpack_tokens(trajectory.tokens)[segment.start : segment.end])
+    assert by_agent["leader"] == unpack_tokens(first.tokens + answered.tokens)
+    assert by_agent["worker"] == unpack_tokens(worked.tokens)
+    roles = [said.role for said in trajectory.transcript]
+    assert roles == ["user", "assistant", "agent", "assistant", "agent", "assistant"]
+
+
+def test_teamwork_delivered_twice_changes_nothing(log: MemoryLog) -> None:
+    append(log, teamwork())
+    append(log, teamwork()[2:])
+    append(log, teamwork())
+    driven(log)
+    assert len(on(log, "trajectories")) == 1
+    assert on(log, "dead-letters") == []
+
+
+def broken_teamwork() -> list[tuple[str, int, dict[str, Any]]]:
+    return [
+        ("context 2 of an attempt that has 1", 2, {"context": 2}),
+        ("context -1", 2, {"context": -1}),
+        ("no whole tokens", 2, {"tokens": b"12345"}),
+        ("context 5 of an attempt that has 2", 3, {"context": 5}),
+        ("context 2 of an attempt that has 2", 3, {"context": 2}),
+        ("log-probabilities", 3, {"logprobs": b"1234"}),
+        ("weight version", 3, {"versions": [VersionSpan(version=1, start=0, end=500)]}),
+    ]
+
+
+@pytest.mark.parametrize(("reason", "place", "change"), broken_teamwork())
+def test_what_cannot_be_joined_is_refused(log: MemoryLog, reason: str, place: int, change: dict[str, Any]) -> None:
+    messages = teamwork()
+    messages[place] = replace(messages[place], **change)
+    append(log, messages)
+    driven(log)
+    assert on(log, "trajectories") == []
+    assert any(reason in reject.reason for reject in on(log, "dead-letters"))
+
+
+def test_an_attempt_that_an_older_worker_began_is_finished() -> None:
+    """State that was written before there were contexts is read, and comes to the same trajectory."""
+    messages = rollout(0, 0)
+    whole = [assembled for _, assembled in folded(messages)][-1]
+    state, _ = folded(messages[:3])[-1]
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+    for attempt in raw["attempts"].values():
+        for new in ("pieces", "contexts", "untaught"):
+            del attempt[new]
+    old = msgspec.msgpack.decode(msgspec.msgpack.encode(raw), type=Assembly)
+    assert folded(messages[3:], old)[-1][1] == whole
+
+
+def folded(messages: list[Event], state: Assembly | None = None) -> list[tuple[Assembly, list[Event]]]:
+    hop = Assemble()
+    steps: list[tuple[Assembly, list[Event]]] = []
+    for offset, event in enumerate(messages):
+        outcome = hop.step(state, event, Address("messages", 0, offset))
+        assert outcome.refused is None
+        state = cast("Assembly", outcome.state)
+        steps.append((state, list(outcome.events)))
+    return steps
+
+
+def test_what_a_teacher_said_never_enters_a_batch(log: MemoryLog) -> None:
+    """Asked for as training, answered by a model without ids: groups of it are passed over, groups of the policy are cut."""
+    taught: list[str] = []
+    for group in range(40):
+        for index in range(4):
+            messages: list[Any] = rollout(group, index, answer="78"[index % 2])
+            if group % 2 and index == 3:
+                messages = [
+                    replace(event, logprobs=b"", versions=[]) if isinstance(event, TurnGenerated) else event
+                    for event in messages
+                ]
+                taught.append(str(messages[0].meta.trajectory_id))
+            append(log, messages)
+    driven(log)
+    batches = on(log, "batches")
+    assert batches
+    cut = {member.trajectory_id for batch in batches for member in batch.members}
+    assert cut
+    assert not cut & set(taught)
+    for trajectory in on(log, "trajectories"):
+        if trajectory.meta.trajectory_id in taught:
+            assert (trajectory.logprobs, trajectory.policy_version_oldest) == (b"", None)
+            assert trajectory.tokens_sampled > 0  # it can be learned from, as a demonstration
 
 
 def test_evaluations_are_scored_and_never_grouped(log: MemoryLog) -> None:

@@ -1,23 +1,30 @@
-"""`make torture`: the long forms of what the suite proves in short; writes docs/reliability.md.
+"""`make torture`: the long forms of what the suite proves in short; writes what came of each to docs/reliability.md.
 
-python -m tests.torture [--quick] [simulation] [fuzz] [kills]
+python -m tests.torture [--quick] [simulation] [fuzz] [kills] [pressure] [trouble]
 """
 
 import argparse
 import logging
+import os
 import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 import structlog
 
-from tests.simulation.simulator import simulate_and_check
+from deploy.local.stack import local_log
+from schemas.run import JobSettings, Run
+from tests.simulation.simulator import simulate_on_all_cores
 from tests.torture.fuzz import INPUT_TOPICS, fuzz
+from tests.torture.fuzz_programs import PROGRAMS, ROUNDS, fuzz_programs
 from tests.torture.kills import torture
+from tests.torture.pressure import pressure
+from tests.torture.trouble import told_of_trouble
 
 _PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
 
@@ -25,7 +32,7 @@ _PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
 def simulation(quick: bool) -> str:
     seeds = 200 if quick else 4000
     began = time.monotonic()
-    kills, places = simulate_and_check(range(10_000, 10_000 + seeds))
+    kills, places = simulate_on_all_cores(range(10_000, 10_000 + seeds))
     seconds = time.monotonic() - began
     return (
         f"{seeds:,} seeds in {seconds:.0f} s: {kills:,} kills at {places:,} places where a program could be killed; "
@@ -38,10 +45,13 @@ def fuzzing(quick: bool) -> str:
     began = time.monotonic()
     fuzzed = fuzz(1000 if quick else 200_000, seed=1)
     assert fuzzed.holds, fuzzed
+    mutated = fuzz_programs(dict.fromkeys(PROGRAMS, 1) if quick else ROUNDS, 1000 if quick else 20_000)
+    by_program = ", ".join(f"{name} {count:,}" for name, count in mutated.items())
     return (
-        f"{fuzzed.mutated:,} mutated messages on {len(INPUT_TOPICS)} topics in {time.monotonic() - began:.0f} s: "
+        f"{fuzzed.mutated:,} mutated messages on {len(INPUT_TOPICS)} topics of the streams and the cutter: "
         f"{fuzzed.rejected:,} rejects, each with its address; {fuzzed.good_found} of {fuzzed.good_expected} facts of the "
-        "good messages between them"
+        f"good messages between them; and on the topics that programs read ({by_program}), where none was led astray; "
+        f"{time.monotonic() - began:.0f} s"
     )
 
 
@@ -58,7 +68,19 @@ def kills(quick: bool) -> str:
     )
 
 
-SUBJECTS: dict[str, Callable[[bool], str]] = {"simulation": simulation, "fuzz": fuzzing, "kills": kills}
+def trouble(quick: bool) -> str:
+    with tempfile.TemporaryDirectory(prefix="replayground-torture-") as folder, local_log(Path(folder)) as log:
+        run = Run(run_id="trouble", seed=0, job=JobSettings(), **asdict(log))
+        return told_of_trouble(run, Path(folder), quick)
+
+
+SUBJECTS: dict[str, Callable[[bool], str]] = {
+    "simulation": simulation,
+    "fuzz": fuzzing,
+    "kills": kills,
+    "pressure": pressure,
+    "trouble": trouble,
+}
 
 
 def main() -> int:
@@ -71,23 +93,23 @@ def main() -> int:
         print(f"there is no {unknown[0]}; there are {', '.join(SUBJECTS)}", file=sys.stderr)
         return 2
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    told: dict[str, str] = {}
     for subject in arguments.subjects or SUBJECTS:
-        told[subject] = SUBJECTS[subject](arguments.quick)
-        print(f"{subject}: {told[subject]}", flush=True)
-    if not arguments.quick and not arguments.subjects:
-        _PAGE.write_text(_page(told))
+        told = SUBJECTS[subject](arguments.quick)
+        print(f"{subject}: {told}", flush=True)
+        if not arguments.quick:
+            _PAGE.write_text(page_with(_PAGE.read_text(), subject, told, datetime.now(UTC)))
     return 0
 
 
-def _page(told: dict[str, str]) -> str:
-    head = [
-        "# Measured by `make torture`",
-        "",
-        f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, Python {platform.python_version()}. Short forms: `make test`.",
-        "",
-    ]
-    return "\n".join([*head, *(f"- **{subject}**: {text}." for subject, text in told.items()), ""])
+def page_with(page: str, subject: str, told: str, now: datetime) -> str:
+    """The page with what is told of one subject; what it says of the others stays."""
+    lines = {}
+    for line in page.splitlines():
+        if line.startswith("- **"):
+            lines[line.split("**")[1]] = line
+    lines[subject] = f"- **{subject}** ({now:%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores): {told}."
+    known = [lines[name] for name in SUBJECTS if name in lines]
+    return "\n".join(["# Measured by `make torture`", "", "Short forms: `make test`.", "", *known, ""])
 
 
 if __name__ == "__main__":

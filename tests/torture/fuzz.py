@@ -27,13 +27,16 @@ class Fuzzed:
     mutated: int
     rejected: int
     unaddressed: int
-    "rejects that do not name an address where something bad stands"
+    "rejects that do not name an address where their bytes stand"
+    vanished: int
+    "messages that cannot be read and of which no reject tells"
     good_expected: int
     good_found: int
 
     @property
     def holds(self) -> bool:
-        return self.rejected > 0 and self.unaddressed == 0 and self.good_found == self.good_expected
+        nothing_amiss = self.unaddressed == self.vanished == 0
+        return self.rejected > 0 and nothing_amiss and self.good_found == self.good_expected
 
 
 def fuzz(mutated_per_topic: int, seed: int) -> Fuzzed:
@@ -58,11 +61,13 @@ def fuzz(mutated_per_topic: int, seed: int) -> Fuzzed:
         log.append(event)
     _drive(log)
     rejects = [event for event in _events(log, "dead-letters") if isinstance(event, EventRejected)]
-    values = {d.address: d.value for topic in INPUT_TOPICS for d in log.reader([topic]).poll(10**7, 0.0)}
-    bad = sum(values.get(reject.origin) != reject.original for reject in rejects)
+    there = {d.address: d for topic in INPUT_TOPICS for d in log.reader([topic]).poll(10**7, 0.0)}
+    unaddressed = sum(r.origin not in there or there[r.origin].value != r.original for r in rejects)
+    told = {reject.origin for reject in rejects}
+    vanished = sum(d.event is None and d.address not in told for d in there.values())
     expected = {event.meta.id for topic in INPUT_TOPICS for event in _events(quiet, topic)}
     found = {event.meta.id for topic in INPUT_TOPICS for event in _events(log, topic)}
-    return Fuzzed(mutated, len(rejects), bad, len(expected), len(expected & found))
+    return Fuzzed(mutated, len(rejects), unaddressed, vanished, len(expected), len(expected & found))
 
 
 def _bad(log: MemoryLog, topic: str, chance: random.Random, seeds: list[bytes]) -> bytes:

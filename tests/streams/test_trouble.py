@@ -1,0 +1,39 @@
+"""Short forms of the trouble that `make torture` makes at length."""
+
+from pathlib import Path
+
+from schemas.run import Run
+from streams.app import state_folder
+from streams.config import StreamsSettings
+from tests.torture.own_broker import own_broker
+from tests.torture.trouble import broker_killed_in_transactions, rival_cutters, rival_trainers, storm
+
+
+def test_a_broker_that_dies_inside_transactions_shows_each_batch_once(kafka_run: Run, tmp_path: Path) -> None:
+    with own_broker(tmp_path / "broker", kafka_run) as (broker, run):
+        verdict = broker_killed_in_transactions(run, broker, ["sent_offsets", "committing"], seed=1)
+        assert broker.kills == 2
+    assert verdict.holds, verdict
+
+
+def test_of_two_cutters_the_older_ends_and_no_group_is_cut_twice(kafka_run: Run) -> None:
+    verdict = rival_cutters(kafka_run, [False, True])
+    assert verdict.holds, verdict
+
+
+def test_of_two_trainers_the_older_ends_and_no_step_is_taken_twice(kafka_run: Run) -> None:
+    verdict = rival_trainers(kafka_run, [True])
+    assert verdict.holds, verdict
+
+
+def test_workers_that_come_and_go_and_sleep_lose_nothing(kafka_run: Run, tmp_path: Path) -> None:
+    verdict = storm(kafka_run, tmp_path, ["sleep", "kill", "leave"], groups_count=40, seed=1)
+    assert verdict.holds, verdict
+
+
+def test_each_worker_keeps_its_tables_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    settings = StreamsSettings(state_folder=str(tmp_path))
+    folders = {state_folder(settings, name) for name in ("streams", "streams-2", "..", "a/b", "../streams")}
+    assert len(folders) == 5
+    assert all(folder.parent == tmp_path for folder in folders)
+    assert all(folder.resolve() == folder for folder in folders)

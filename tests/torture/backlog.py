@@ -1,0 +1,156 @@
+"""Programs that start far behind: how much memory they take while they catch up with a log of large events (P8).
+
+python -m tests.torture.backlog streams|reader|traces <run as JSON> <folder>     one program, as a process of its own
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from consumers import events_to_clickhouse
+from consumers.config import TracesSettings
+from deploy.local.ports import choose_ports
+from deploy.local.stack import local_log
+from schemas.events import Event, TurnGenerated
+from schemas.metrics import Pulse
+from schemas.run import JobSettings, Run
+from schemas.topics import TOPICS
+from streams import app
+from streams.config import StreamsSettings
+from streams.log.connect import open_log
+from streams.log.protocol import Log
+from tests.flow.synthetic import groups
+from tests.torture.stopping import await_that, memory_bytes_peak
+
+MEBIBYTE = 1024 * 1024
+TEXT_BYTES = 100_000
+RUN_ID = "backlog"
+GROUP_SIZE = 4
+_PROJECT = Path(__file__).parent.parent.parent
+_ALL = [topic.name for topic in TOPICS]
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """What came of one program."""
+
+    events: int
+    "that it had to read"
+    seconds: float
+    memory_bytes_peak: int
+    memory_bytes_max: int
+    "what its settings allow"
+
+    @property
+    def holds(self) -> bool:
+        return self.memory_bytes_peak <= self.memory_bytes_max
+
+
+def catch_up(folder: Path, group_count: int) -> dict[str, CaughtUp]:
+    """Each program in turn, on a broker of its own that holds two large turns and four small messages a rollout."""
+    caught_up: dict[str, CaughtUp] = {}
+    with local_log(folder) as addresses:
+        run = Run(
+            run_id=RUN_ID,
+            seed=0,
+            job=JobSettings(),
+            bootstrap_servers=addresses.bootstrap_servers,
+            registry_url=addresses.registry_url,
+            blobs_url=addresses.blobs_url,
+        )
+        log = open_log(run)
+        try:
+            for event in _backlog(group_count):
+                log.append(event)
+            log.flush()
+            for program, (is_done, memory_bytes_max) in _PARTS.items():
+                caught_up[program] = _caught_up(program, run, folder, log, is_done, memory_bytes_max)
+        finally:
+            log.close()
+    return caught_up
+
+
+def _backlog(group_count: int) -> Iterator[Event]:
+    text = "many words " * (TEXT_BYTES // 11)
+    for rollout in groups(group_count, GROUP_SIZE, run_id=RUN_ID):
+        for event in rollout:
+            yield msgspec.structs.replace(event, text=text) if isinstance(event, TurnGenerated) else event
+
+
+def _caught_up(
+    program: str, run: Run, folder: Path, log: Log, is_done: Callable[[Log], bool], memory_bytes_max: int
+) -> CaughtUp:
+    began = time.monotonic()
+    with _started(program, run, folder) as process:
+        await_that(lambda: is_done(log) or process.poll() is not None, f"{program} catches up")
+        assert process.poll() is None, f"{program} has ended"
+        seconds = time.monotonic() - began
+        peak = memory_bytes_peak(process.pid)
+    return CaughtUp(sum(log.count(_ALL).values()), seconds, peak, memory_bytes_max)
+
+
+@contextmanager
+def _started(program: str, run: Run, folder: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    arguments = [program, msgspec.json.encode(run).decode(), str(folder)]
+    process = subprocess.Popen([sys.executable, "-m", "tests.torture.backlog", *arguments], cwd=_PROJECT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _has_read(group: str) -> Callable[[Log], bool]:
+    def is_done(log: Log) -> bool:
+        standings = log.standing(group, _ALL).values()
+        return all(standing.lag == 0 for standing in standings) and any(standing.committed for standing in standings)
+
+    return is_done
+
+
+def _has_streamed(log: Log) -> bool:
+    standings = log.standing(f"streams-{RUN_ID}", ["messages", "trajectories", "rewards"])
+    return all(standing.lag == 0 and standing.committed for standing in standings.values())
+
+
+_PARTS: dict[str, tuple[Callable[[Log], bool], int]] = {
+    # imports; fetched ahead, and a fetch of 256 KiB of each partition of two topics, compressed ten to a hundred times;
+    # a poll as bytes and as events
+    "reader": (_has_read(f"reader-{RUN_ID}"), 128 * MEBIBYTE + 2 * (32 + 100) * MEBIBYTE + 4 * 16 * MEBIBYTE),
+    # imports; Faust's fetch of 1 MiB of each partition, compressed like that; facts that wait for the broker
+    "streams": (_has_streamed, 192 * MEBIBYTE + 2 * 4 * 100 * MEBIBYTE + 64 * MEBIBYTE),
+    # ClickHouse, and what the reader takes; a batch as rows, as JSON lines and inside ClickHouse
+    "traces": (_has_read(f"traces-{RUN_ID}"), 1024 * MEBIBYTE + 2 * (32 + 100) * MEBIBYTE + 12 * 16 * MEBIBYTE),
+}
+"by program: when it has caught up, and how much memory it may take, with a wide margin"
+
+
+def main(program: str, run: Run, folder: Path) -> None:
+    stop, pulse = threading.Event(), Pulse()
+    if program == "streams":
+        app.run(run, StreamsSettings(state_folder=str(folder / "state")), pulse, stop)
+    elif program == "traces":
+        port = choose_ports({"traces": 0})["traces"]
+        events_to_clickhouse.run(run, TracesSettings(dsn=f"chdb://{folder}/traces", port=port), pulse, stop)
+    else:
+        read(run)
+
+
+def read(run: Run) -> None:
+    """Reads as the planners do, and commits."""
+    log = open_log(run)
+    reader = log.reader(_ALL, group=f"reader-{run.run_id}")
+    while True:
+        if reader.poll(5000, 0.5):
+            reader.commit()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Run), Path(sys.argv[3]))

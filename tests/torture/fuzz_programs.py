@@ -1,0 +1,293 @@
+"""Every program over a log of its own that is full of rubbish: none may crash, stop, lose a good message or be led astray.
+
+Each program runs twice: over good messages alone, and over the same ones with mutated messages in between, on every
+topic it reads. What it wrote, and what it holds for true, must be the same. What cannot be read is on the dead letters once,
+with its address.
+"""
+
+import logging
+import multiprocessing
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+from tokenizers import Tokenizer
+
+from consumers.clickhouse.store import Store
+from consumers.config import TracesSettings
+from consumers.events_to_clickhouse import TraceWriter
+from consumers.reports.summary import counted
+from consumers.weights_to_vllm import Mailbox, Targets, _follow
+from producers import scheduler, tasks
+from producers.config import FeederSettings, SchedulerSettings
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.errors import Undecodable
+from schemas.events import Address, Event, EventRejected
+from schemas.metrics import Pulse
+from schemas.registry import MemoryRegistry
+from schemas.topics import TOPICS, topic_of
+from streams.log.memory import MemoryLog
+from tests.consumers.synthetic_run import SyntheticRun, run_of
+from tests.producers.field import published
+from tests.producers.test_rollouts import Field as RolloutsField
+from tests.producers.test_rollouts import scripted
+from tests.torture.fuzz import mutation
+from tests.trainer.episodes import stockroom
+from tests.trainer.test_loop import DEMONSTRATIONS, everything
+from tests.trainer.test_loop import Field as TrainerField
+from trainer.base_model import make_model
+from trainer.config import ModelSettings
+
+PATIENCE_SECONDS = 600.0
+RUN = run_of(steps=2, demonstrations=4)
+
+
+class SpoiltLog(MemoryLog):
+    """Before every good message of a topic, mutated ones are appended, until there are as many as wanted."""
+
+    def __init__(self, codec: Codec, run_id: str, mutated_per_topic: int, seed: int) -> None:
+        super().__init__(codec)
+        self.run_id = run_id
+        self._wanted = mutated_per_topic
+        self._chance = random.Random(seed)
+        self._good: list[bytes] = []
+        self.bad: dict[Address, bytes] = {}
+        "what cannot be read, by the address where it stands"
+        self.spoilt: Counter[str] = Counter()
+        "mutated messages by topic"
+
+    def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
+        topic = topic_of(event).name
+        self._good = [*self._good[-200:], self.codec.encode(event)]
+        self._spoil(topic, min(self._wanted - self.spoilt[topic], 1 + self._wanted // 8))
+        super().append(event, acknowledged)
+
+    def spoil_the_rest(self, topics: Sequence[str]) -> None:
+        """Appends what is still missing on these topics."""
+        for topic in topics:
+            self._spoil(topic, self._wanted - self.spoilt[topic])
+
+    def _spoil(self, topic: str, count: int) -> None:
+        for _ in range(count):
+            value, is_readable = self._mutated(topic)
+            address = self._store(topic, self._chance.randbytes(4), value)
+            if not is_readable:
+                self.bad[address] = value
+            self.spoilt[topic] += 1
+
+    def _mutated(self, topic: str) -> tuple[bytes, bool]:
+        """A mutation that no program may take for an event of this run, and whether it can be read at all."""
+        while True:
+            value = mutation(self._chance, self._good)
+            try:
+                event = self.codec.decode(value, topic)
+            except Undecodable:
+                return value, False
+            if event.meta.run_id != self.run_id:
+                return value, True
+
+
+def new_log(run_id: str, mutated_per_topic: int, seed: int, blobs: Blobs | None = None) -> SpoiltLog:
+    return SpoiltLog(Codec(MemoryRegistry(), blobs or Blobs("memory://")), run_id, mutated_per_topic, seed)
+
+
+@contextmanager
+def running(program: Callable[[threading.Event], None]) -> Iterator[Callable[[Callable[[], bool]], None]]:
+    """The program in a thread while the block runs. Yields a function that waits for a condition, or for its failure."""
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            program(stop)
+        except BaseException as failure:
+            failures.append(failure)
+
+    def until(holds: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + PATIENCE_SECONDS
+        while not holds():
+            if failures:
+                raise failures[0]
+            assert time.monotonic() < give_up, "it did not happen in time"
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield until
+    finally:
+        stop.set()
+        thread.join(PATIENCE_SECONDS)
+    if failures:
+        raise failures[0]
+
+
+def _synthetic_log(mutated_per_topic: int, seed: int, topics: tuple[str, ...]) -> SpoiltLog:
+    """A made-up run, of the topics that the program reads."""
+    log = new_log(RUN.run_id, mutated_per_topic, seed)
+    for event in SyntheticRun(RUN, evaluation_tasks=3).events():
+        if topic_of(event).name in topics:
+            log.append(event)
+    log.spoil_the_rest(topics)
+    return log
+
+
+def _written_by(program: Callable[[SpoiltLog, Pulse, threading.Event], None], log: SpoiltLog) -> set[str]:
+    """Ids of what a planner writes after it has read all there is."""
+    names = [topic.name for topic in TOPICS]
+    before = _ids(log, names)
+    pulse = Pulse()
+    with running(lambda stop: program(log, pulse, stop)) as until:
+        until(lambda: pulse.detail not in ("", "reads the log"))
+    return _ids(log, names) - before
+
+
+def fuzz_scheduler(mutated_per_topic: int, seed: int) -> int:
+    def program(log: SpoiltLog, pulse: Pulse, stop: threading.Event) -> None:
+        scheduler.schedule(RUN, SchedulerSettings(), pulse, stop, log)
+
+    return _same_decisions(program, scheduler.TOPICS_READ, mutated_per_topic, seed)
+
+
+def fuzz_feeder(mutated_per_topic: int, seed: int) -> int:
+    def program(log: SpoiltLog, pulse: Pulse, stop: threading.Event) -> None:
+        tasks.feed(RUN, FeederSettings(), pulse, stop, log)
+
+    return _same_decisions(program, tasks.TOPICS_READ, mutated_per_topic, seed)
+
+
+def _same_decisions(
+    program: Callable[[SpoiltLog, Pulse, threading.Event], None],
+    topics: tuple[str, ...],
+    mutated_per_topic: int,
+    seed: int,
+) -> int:
+    spoilt = _synthetic_log(mutated_per_topic, seed, topics)
+    decided = _written_by(program, spoilt)
+    expected = _written_by(program, _synthetic_log(0, seed, topics))
+    assert decided == expected, f"{len(decided)} decisions where {len(expected)} follow from the good messages"
+    return spoilt.spoilt.total()
+
+
+def fuzz_reloader(mutated_per_topic: int, seed: int) -> int:
+    topics = ("weights", "control", "serving")
+    spoilt = _synthetic_log(mutated_per_topic, seed, topics)
+    assert _targets(spoilt, topics) == _targets(_synthetic_log(0, seed, topics), topics)
+    return spoilt.spoilt.total()
+
+
+def _targets(log: SpoiltLog, topics: tuple[str, ...]) -> Targets:
+    """What the reloader wants its servers to serve after it has read all there is."""
+    mailbox, pulse, messages = Mailbox(), Pulse(), sum(log.count(topics).values())
+    with running(lambda stop: _follow(log, RUN, mailbox, [], pulse, stop)) as until:
+        until(lambda: pulse.figures().get("events_read", 0.0) >= messages and mailbox.get().wanted() is not None)
+    return mailbox.get()
+
+
+def fuzz_rollouts(mutated_per_topic: int, seed: int) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        field = RolloutsField(Path(folder))
+        field.log = log = new_log(field.run.run_id, mutated_per_topic, seed, field.blobs)
+        log.append(published(0, field.blobs))
+        requests = field.ask(40)
+        log.spoil_the_rest(("rollouts", "weights"))
+        field.start(scripted())
+        field.until(lambda: field.lag == 0, PATIENCE_SECONDS)
+        field.finish()
+        ended = {end.meta.trajectory_id for end in field.ends()}
+        assert ended == {request.meta.trajectory_id for request in requests}
+        _check_rejects(log, "rollouts", ("rollouts",))
+        return log.spoilt["rollouts"] + log.spoilt["weights"]
+
+
+def fuzz_trainer(mutated_per_topic: int, seed: int) -> int:
+    digests = []
+    tokenizer = Tokenizer.from_buffer(make_model(ModelSettings(), stockroom(), seed=0)["tokenizer.json"])
+    for mutated in (0, mutated_per_topic):
+        with tempfile.TemporaryDirectory() as folder:
+            log = new_log("run", mutated, seed, Blobs(f"file://{folder}/blobs"))
+            field = TrainerField(Path(folder), log, demonstrations=DEMONSTRATIONS)
+            everything(field, tokenizer)
+            log.spoil_the_rest(("trajectories", "batches", "weights"))
+            with field.training():
+                field.until_version(4)
+            digests.append(field.digests())
+    assert digests[0] == digests[1]
+    return log.spoilt.total()
+
+
+def fuzz_traces(mutated_per_topic: int, seed: int) -> int:
+    log = _synthetic_log(mutated_per_topic, seed, tuple(topic.name for topic in TOPICS))
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(f"chdb://{folder}/store", "fuzz", threads=1)
+        try:
+            writer = TraceWriter(log, store, RUN, TracesSettings(), Pulse())
+            with running(writer.write_until) as until:
+                until(lambda: writer.await_caught_up(1.0))
+            rows, messages = counted(store, log)
+            assert rows == messages, f"{rows} rows of {messages} messages"
+            good = {event.meta.id for event in SyntheticRun(RUN, evaluation_tasks=3).events()}
+            found = {row[0] for row in store.ask("SELECT id FROM events WHERE type != 'undecodable'").rows}
+            assert good <= found
+        finally:
+            store.close()
+    _check_rejects(log, "traces", tuple(topic.name for topic in TOPICS if topic.rejected_by == "traces"))
+    return log.spoilt.total()
+
+
+def _check_rejects(log: SpoiltLog, stage: str, topics: tuple[str, ...]) -> None:
+    """Each bad message of these topics is on the dead letters, once, with its bytes and address; nothing good is."""
+    rejects = Counter(
+        (event.origin, event.original)
+        for event in _events(log, "dead-letters")
+        if isinstance(event, EventRejected) and event.stage == stage and event.meta.run_id == log.run_id
+    )
+    bad = Counter((address, value) for address, value in log.bad.items() if address.topic in topics)
+    assert rejects == bad, f"{rejects.total()} rejects of {bad.total()} bad messages"
+
+
+PROGRAMS: dict[str, Callable[[int, int], int]] = {
+    "feeder": fuzz_feeder,
+    "scheduler": fuzz_scheduler,
+    "rollouts": fuzz_rollouts,
+    "trainer": fuzz_trainer,
+    "reloader": fuzz_reloader,
+    "traces": fuzz_traces,
+}
+"Program by name: runs it over so many mutated messages a topic with a seed, and returns how many there were in all."
+
+
+ROUNDS = {"feeder": 1, "scheduler": 1, "rollouts": 10, "trainer": 1, "reloader": 1, "traces": 10}
+"""Portions of the long form, since logs are in memory: those who reject what cannot be read get the most, and all topics
+together ten times a portion."""
+
+
+def fuzz_programs(rounds: Mapping[str, int], mutated_per_topic: int) -> Counter[str]:
+    """Mutated messages by program, over all its topics; on all cores. Raises AssertionError."""
+    portions = [(name, seed) for name, count in rounds.items() for seed in range(count)]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_only_errors) as processes:
+        futures = [(name, processes.submit(PROGRAMS[name], mutated_per_topic, seed)) for name, seed in portions]
+        mutated: Counter[str] = Counter()
+        for name, future in futures:
+            mutated[name] += future.result()
+    return mutated
+
+
+def _only_errors() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+
+def _events(log: MemoryLog, topic: str) -> list[Event]:
+    return [d.event for d in log.reader([topic]).poll(10**7, 0.0) if d.event is not None]
+
+
+def _ids(log: MemoryLog, topics: list[str]) -> set[str]:
+    return {d.event.meta.id for d in log.reader(topics).poll(10**7, 0.0) if d.event is not None}

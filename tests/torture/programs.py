@@ -1,0 +1,108 @@
+"""Programs of ours as processes that a test may stop, kill and start beside each other."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from schemas.errors import ReplaygroundError
+from schemas.metrics import Pulse
+from schemas.run import Run
+from streams.config import CutSettings, StreamsSettings
+
+SESSION_SECONDS = 6.0
+_PROCESSES = multiprocessing.get_context("spawn")
+_PATIENCE_SECONDS = 180.0
+
+
+class Program:
+    """One process. It hears SIGTERM as the harness does, and tells what it died of."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._told, tells = _PROCESSES.Pipe(duplex=False)
+        self._process = _PROCESSES.Process(target=_entered, args=(tells, function, arguments), daemon=True)
+        self._process.start()
+        tells.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def send(self, number: signal.Signals) -> None:
+        if self._process.pid is not None and self.is_alive:
+            os.kill(self._process.pid, number)
+
+    def ended(self) -> str:
+        """Waits for its end. Says of what: an error with its name, or "exit code N"."""
+        self._process.join(_PATIENCE_SECONDS)
+        assert not self.is_alive, "the program does not end"
+        try:
+            return str(self._told.recv())
+        except EOFError:
+            return f"exit code {self._process.exitcode}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def stop_past_session(self) -> None:
+        """SIGSTOP until the broker has given its partitions away, then SIGCONT."""
+        self.send(signal.SIGSTOP)
+        time.sleep(SESSION_SECONDS + 2.0)  # the time is what is tested: how long a broker waits for a silent member
+        self.send(signal.SIGCONT)
+
+
+def streams_program(run: Run, state_folder: Path) -> Program:
+    return Program(_streams, run, str(state_folder))
+
+
+def cut_program(run: Run) -> Program:
+    return Program(_cut, run)
+
+
+def trainer_program(run: Run) -> Program:
+    return Program(_trainer, run)
+
+
+def _streams(run: Run, state_folder: str, stop: threading.Event) -> None:
+    from streams import app
+
+    settings = StreamsSettings(state_folder=state_folder, session_timeout_seconds=SESSION_SECONDS, commit_seconds=0.5)
+    app.run(run, settings, Pulse(), stop)
+
+
+def _cut(run: Run, stop: threading.Event) -> None:
+    from streams import cut
+
+    cut.run(run, CutSettings(), Pulse(), stop)
+
+
+def _trainer(run: Run, stop: threading.Event) -> None:
+    from trainer import loop
+    from trainer.config import GrpoSettings, ModelSettings, TrainerSettings
+
+    settings = TrainerSettings(
+        model=ModelSettings(hidden=32, layers=2, heads=2, ffn=48),
+        grpo=GrpoSettings(micro_batch_tokens_max=256),
+        threads=1,
+    )
+    loop.run(run, settings, Pulse(), stop)
+
+
+def _entered(tells: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    try:
+        function(*arguments, stop)
+    except ReplaygroundError as error:
+        tells.send(f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
