@@ -1,6 +1,6 @@
 # Replayground. `make` lists what can be made. All logic is in Python: deploy/install.py sets up, `replayground` does the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup run up down status test check bench torture lock clean distclean
+.PHONY: help setup run up down status test check bench escapes torture lock clean distclean
 
 PACKAGES := schemas producers sandboxes streams trainer consumers deploy tests
 BIN := .venv/bin
@@ -22,6 +22,9 @@ check: setup ## format, lint, types and imports
 
 bench: setup ## measure this system beside its peers and the bare parts (ARGS="--quick")
 	@$(BIN)/python -m bench $(ARGS)
+
+escapes: setup ## every attempt to get out of a sandbox, on every isolation here (ARGS="--isolation gvisor")
+	@$(BIN)/python -m tests.sandboxes.escapes $(ARGS)
 
 torture: setup ## kills, fuzz and simulation at length; writes docs/reliability.md (ARGS="--quick")
 	@$(BIN)/python -m tests.torture $(ARGS)

@@ -56,9 +56,11 @@ class Pool:
         await self.close()
 
     @contextlib.asynccontextmanager
-    async def lease(self, *, owner: str, seconds: float) -> AsyncIterator[Sandbox]:
-        """A clean sandbox for this owner; waits while all are taken. After `seconds` it is closed under the owner,
-        whose next call then raises SandboxFailed. SandboxFailed too when none can be opened or the pool is closed."""
+    async def lease(self, *, owner: str, seconds: float, snapshot: bytes | None = None) -> AsyncIterator[Sandbox]:
+        """A clean sandbox for this owner, or one with the files of a snapshot; waits while all are taken.
+
+        After `seconds` it is closed under the owner, whose next call then raises SandboxFailed. SandboxFailed too when
+        none can be opened or the pool is closed; OSError when the snapshot is refused."""
         slot = await self._take()
         try:
             sandbox = await self._living(slot)
@@ -69,6 +71,8 @@ class Pool:
         expiry = asyncio.get_running_loop().call_later(seconds, self._expire, slot, sandbox)
         healthy = False
         try:
+            if snapshot is not None:
+                await sandbox.restore(snapshot)
             yield sandbox
             healthy = True
         finally:
@@ -82,6 +86,11 @@ class Pool:
         await self.settle()
         sandboxes, self._sandboxes = list(self._sandboxes.values()), {}
         await asyncio.gather(*(sandbox.close() for sandbox in sandboxes))
+
+    @property
+    def open(self) -> list[Sandbox]:
+        """The sandboxes that are open now, leased or not."""
+        return list(self._sandboxes.values())
 
     async def settle(self) -> None:
         """Return when no sandbox is being reset or thrown away."""

@@ -76,6 +76,16 @@ class Sandbox(Protocol):
         """Read a regular file under the work folder, through no link. OSError when there is none such."""
         ...
 
+    async def snapshot(self) -> bytes:
+        """The work folder as a tar: folders and plain files, no link followed, at most `snapshot_bytes_max` long.
+
+        What else the sandbox holds (processes, names, /tmp) is not in it. OSError when it is too long or unreadable."""
+        ...
+
+    async def restore(self, snapshot: bytes) -> None:
+        """Put the files of a snapshot into the work folder. OSError when it holds anything else, or the disk is full."""
+        ...
+
     async def reset(self) -> bool:
         """End every process and remove every file of the lease; False when it cannot prove it is as good as new."""
         ...

@@ -1,56 +1,64 @@
-"""Runs inside a bubblewrap sandbox as pid 1, by the system's python3 (3.11 or newer), with the standard library alone.
+"""Runs inside a sandbox as pid 1, by the system's python3 (3.11 or newer), with the standard library alone.
 
-The host speaks to it over one socket (descriptors 0 and 1): frames of two lengths, a JSON header and a body. It is the
-only trusted process in the sandbox. Agent code and tools run in a *session child*, forked for each lease, with a socket
-of its own and no other descriptor. The runner never parses what a session says: it passes the bytes on.
+The host speaks to it over one socket (descriptor 0): a frame of two lengths, a header and a body; the answer is a
+status, a sentence and a body. It is the only trusted process in the sandbox. Agent code and tools run in a *session
+child*, forked for each lease, with a socket of its own and no other descriptor. The runner never parses what a session
+says: it passes the bytes on.
 
 Why the session cannot reach the runner: pid 1 takes no signal from its own namespace unless it has a handler, so it has
 none; it is not dumpable, so /proc/1/{mem,environ,root,fd} belong to root; ptrace and prlimit of others are refused by
 seccomp. Why a lease leaves nothing behind: kill(-1) from pid 1 reaches every process of the namespace, children are
 reaped until none is left, the writable folders are emptied and the file system's own count of inodes must be the one it
 had at the start.
+
+A sandbox should open in the time that Python takes to start. So this file arrives compiled, imports only what costs
+nothing (hence the modules with a leading underscore, which are those of the standard library without their wrapping),
+and loads what agents like to import in the quiet moments between two requests.
 """
 
-import ast
-import collections
-import ctypes
-import datetime
-import functools
+from __future__ import annotations
+
+import _ctypes
+import _signal  # type: ignore[import-not-found]  # it has no stub
+import _socket
 import gc
 import io
 import itertools
-import json
-import math
+import marshal
 import os
-import random
-import re
 import resource
 import select
-import signal
-import socket
-import sqlite3
 import stat
-import string
 import struct
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
-# Imported before the fork so that no session pays for them; most are for the agent's code alone.
-PRELOADED = (ast, collections, datetime, functools, itertools, math, random, re, sqlite3, string)
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing takes as long to import as all of the above
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
-FRAME = struct.Struct(">II")
+    Tools = dict[str, dict[str, Any]]  # the globals of each tool, by its name
+    Answer = tuple[str, str, int, bytes]  # status, a sentence, errno, body
+
+REQUEST = struct.Struct(">II")  # lengths of header and body
+ANSWER = struct.Struct(">BiII")  # status, errno, lengths of the sentence and of the body
+STATUSES = ("ok", "bad_tool", "timeout", "died", "failed", "os_error", "dirty")
 LENGTH = struct.Struct(">I")
+SAID = struct.Struct(">BQ")  # what a session says before its text: kind of error, bytes in all
+ERRORS = (None, "agent", "tool")
 WORK, TEMPORARY = "/work", "/tmp"
+LIBRARIES = "/opt/libraries"
 SESSION_SOCKET = 3
+SESSION_USER = 65534  # inside gVisor, where the runner is root of gVisor's kernel; in bubblewrap all are one user
 HOST_SOCKET = 100
 PR_SET_DUMPABLE = 4
+EINVAL = 22
+QUIET_MILLISECONDS = 20
 OUTPUTS: list[io.TextIOWrapper] = []
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-Tools = dict[str, dict[str, Any]]  # the globals of each tool, by its name
+# What agents import most. Loaded before the fork when there is time, so that no session pays for it.
+PRELOADED = "re json ast collections datetime functools math random sqlite3 string statistics subprocess".split()
 
 
 class ToolError(Exception):
@@ -72,14 +80,26 @@ class SessionEnded(Exception):
 def main() -> None:
     """Never returns while the host is there; end of input is the order to leave."""
     harden()
-    runner = Runner(HOST_SOCKET)
+    runner = Runner()
+    chores = runner.chores()
     while True:
+        do_until_asked(chores)
         try:
-            header, body = read_frame(HOST_SOCKET)
+            header, body = read_request(HOST_SOCKET)
         except EOFError:
             os._exit(0)
-        answer, payload = runner.handle(header, body)
-        write_frame(HOST_SOCKET, answer, payload)
+        write_answer(HOST_SOCKET, runner.handle(header, body))
+
+
+def do_until_asked(chores: Iterator[None]) -> None:
+    """Do one chore after another for as long as the host asks for nothing."""
+    poller = select.poll()
+    poller.register(HOST_SOCKET, select.POLLIN)
+    quiet_milliseconds = QUIET_MILLISECONDS
+    while not poller.poll(quiet_milliseconds):
+        quiet_milliseconds = 0
+        if next(chores, "done") == "done":
+            return
 
 
 def harden() -> None:
@@ -91,7 +111,7 @@ def harden() -> None:
     os.closerange(3, HOST_SOCKET)
     os.closerange(HOST_SOCKET + 1, 4096)
     # Python's own SIGINT handler would make pid 1 reachable by a signal from inside.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     # Made here, used by the sessions, whose descriptors 1 and 2 are other files.
     sys.stdout, sys.stderr = line_writer(1), line_writer(2)
     OUTPUTS.extend((sys.stdout, sys.stderr))
@@ -100,8 +120,9 @@ def harden() -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
-    if LIBC.prctl(PR_SET_DUMPABLE, int(dumpable), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
+    prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]  # None: this program
+    if _ctypes.call_function(prctl, (PR_SET_DUMPABLE, int(dumpable), 0, 0, 0)) != 0:
+        raise OSError("prctl(PR_SET_DUMPABLE) was refused")
 
 
 def line_writer(descriptor: int) -> io.TextIOWrapper:
@@ -109,71 +130,90 @@ def line_writer(descriptor: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
 
 
-LIBC = ctypes.CDLL(None, use_errno=True)
-
-
 class Runner:
     """Answers the host's requests, one at a time. At most one session child is alive."""
 
-    def __init__(self, host_socket: int) -> None:
-        self.host_socket = host_socket
+    def __init__(self) -> None:
         self.session: Session | None = None
         self.limits: dict[str, Any] = {}
         self.tools: Tools = {}
         self.used_at_start = {path: used(path) for path in (WORK, TEMPORARY)}
 
-    def handle(self, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-        """Dispatch on `op`. Every request gets exactly one answer; `status` says how it went."""
-        operations: dict[str, Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]] = {
+    def handle(self, header: dict[str, Any], body: bytes) -> Answer:
+        """Dispatch on `op`. Every request gets exactly one answer; the status says how it went."""
+        operations: dict[str, Callable[[dict[str, Any], bytes], Answer]] = {
             "hello": self.hello,
             "call": self.call,
             "put": self.put,
             "get": self.get,
+            "snapshot": self.snapshot,
+            "restore": self.restore,
             "reset": self.reset,
         }
         try:
             return operations[header["op"]](header, body)
         except SessionEnded as ended:
             self.end_session()
-            return {"status": ended.status, "detail": ended.detail}, b""
+            return ended.status, ended.detail, 0, b""
         except OSError as error:
-            return {"status": "os_error", "errno": error.errno, "detail": str(error)}, b""
+            return "os_error", str(error), error.errno or 0, b""
+        except (ValueError, MemoryError) as error:  # a path with a zero byte; a snapshot that does not fit
+            return "os_error", f"{type(error).__name__}: {error}", EINVAL, b""
 
-    def hello(self, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    def hello(self, header: dict[str, Any], body: bytes) -> Answer:
         """Learn the limits and define the tools: the operator's code, which here is defined but never called."""
         self.limits = header["limits"]
-        for name, source in json.loads(body).items():
+        for name, code in marshal.loads(body).items():
             try:
-                self.tools[name] = define(name, source)
+                self.tools[name] = define(name, code)
             except Exception as error:
-                detail = f"tool {name} cannot be defined: {error} (inside is Python {sys.version.split()[0]})"
-                return {"status": "bad_tool", "detail": detail}, b""
-        rehearse()
-        gc.collect()
+                version = sys.version.split()[0]
+                return "bad_tool", f"tool {name} cannot be defined: {error} (inside is Python {version})", 0, b""
         gc.freeze()  # so that a session's collector does not copy the runner's pages
-        return {"status": "ok"}, b""
+        return "ok", "", 0, b""
 
-    def call(self, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    def chores(self) -> Iterator[None]:
+        """What makes later sessions cheaper, in small steps. Needs nothing and changes nothing that a call can see."""
+        for name in PRELOADED:
+            yield
+            __import__(name)
+        for _ in range(10):
+            yield
+            rehearse()
+        yield
+        gc.collect()
+        gc.freeze()
+
+    def call(self, header: dict[str, Any], body: bytes) -> Answer:
         if self.session is None:
             self.session = start_session(self.tools, self.limits)
-        return {"status": "ok"}, self.session.exchange(body, header["timeout_seconds"], header["answer_bytes_max"])
+        bury_orphans(self.session.pid)
+        return "ok", "", 0, self.session.exchange(body, header["timeout_seconds"], header["answer_bytes_max"])
 
-    def put(self, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    def put(self, header: dict[str, Any], body: bytes) -> Answer:
         write_file(header["path"], body)
-        return {"status": "ok"}, b""
+        return "ok", "", 0, b""
 
-    def get(self, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-        return {"status": "ok"}, read_file(header["path"], self.limits["disk_bytes_max"])
+    def get(self, header: dict[str, Any], body: bytes) -> Answer:
+        return "ok", "", 0, read_file(header["path"], self.limits["disk_bytes_max"])
 
-    def reset(self, header: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    def snapshot(self, header: dict[str, Any], body: bytes) -> Answer:
+        """The work folder as a tar. No process of the agent is stopped: a file that changes meanwhile is refused."""
+        return "ok", "", 0, pack_work(header["bytes_max"])
+
+    def restore(self, header: dict[str, Any], body: bytes) -> Answer:
+        unpack_work(body)
+        return "ok", "", 0, b""
+
+    def reset(self, header: dict[str, Any], body: bytes) -> Answer:
         """End all, wipe all, and say `dirty` unless the file system agrees that nothing is left."""
         self.end_session()
         for path in self.used_at_start:
             wipe(path)
         for path, used_at_start in self.used_at_start.items():  # after both: they may share one file system
             if os.listdir(path) or used(path) != used_at_start:
-                return {"status": "dirty", "detail": f"{path} is not as it was: {used(path)}"}, b""
-        return {"status": "ok"}, b""
+                return "dirty", f"{path} is not as it was: {used(path)}", 0, b""
+        return "ok", "", 0, b""
 
     def end_session(self) -> None:
         kill_everything()
@@ -182,10 +222,10 @@ class Runner:
             self.session = None
 
 
-def define(name: str, source: str) -> dict[str, Any]:
+def define(name: str, code: Any) -> dict[str, Any]:
     """The globals of a tool, in which a function of its name is defined. Each session has a copy, by the fork."""
     tool_globals: dict[str, Any] = {"__name__": "tool_" + name, "ToolError": ToolError}
-    exec(compile(source, f"<tool {name}>", "exec"), tool_globals)
+    exec(code, tool_globals)
     if not callable(tool_globals.get(name)):
         raise TypeError(f"its source defines no function {name}")
     return tool_globals
@@ -193,23 +233,27 @@ def define(name: str, source: str) -> dict[str, Any]:
 
 def rehearse() -> None:
     """Do what every session will do, so that sessions share the pages this touches instead of copying them."""
-    for _ in range(10):
-        cell = ast.parse("value = 503 * 9 + 17\nvalue", "<rehearsal>")
-        exec(compile(cell, "<rehearsal>", "exec"), {"__name__": "__main__"})
-        json.loads(json.dumps(compose(repr(4544), None, 100)))
-        print()
-        connection = sqlite3.connect(":memory:", isolation_level=None)
-        connection.execute("CREATE TABLE rehearsal (name, price)")
-        connection.executemany("INSERT INTO rehearsal VALUES (?, ?)", [("valve", 5), ("panel", None)])
-        connection.execute("SELECT price FROM rehearsal WHERE name = 'valve'").fetchmany(10)
-        connection.close()
+    import ast
+    import json
+    import sqlite3
+
+    cell = ast.parse("value = 503 * 9 + 17\nvalue", "<rehearsal>")
+    exec(compile(cell, "<rehearsal>", "exec"), {"__name__": "__main__"})
+    json.loads(json.dumps({"rehearsal": repr(4544)}))
+    compose("rehearsal", None, 100)
+    print()
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.execute("CREATE TABLE rehearsal (name, price)")
+    connection.executemany("INSERT INTO rehearsal VALUES (?, ?)", [("valve", 5), ("panel", None)])
+    connection.execute("SELECT price FROM rehearsal WHERE name = 'valve'").fetchmany(10)
+    connection.close()
 
 
 def kill_everything() -> None:
     """No process but this one is left afterwards. Blocks while one cannot die; the host's timeout covers that."""
     while True:
         try:
-            os.kill(-1, signal.SIGKILL)
+            os.kill(-1, _signal.SIGKILL)
         except ProcessLookupError:
             if not reap():
                 return
@@ -227,23 +271,38 @@ def reap() -> bool:
             return found
 
 
+def bury_orphans(session_pid: int) -> None:
+    """Reap what has outlived its parent, because the dead count as processes of the agent. The end of the session is
+    left for `Session` to see."""
+    try:
+        while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != session_pid:
+            os.waitpid(dead.si_pid, 0)
+    except ChildProcessError:
+        pass  # the session has been reaped, and there was no other child
+
+
 class Session:
     """The runner's end of a session child."""
 
-    def __init__(self, pid: int, connection: socket.socket, limits: dict[str, Any]) -> None:
+    def __init__(self, pid: int, connection: _socket.socket, limits: dict[str, Any]) -> None:
         self.pid = pid
         self.connection = connection
         self.limits = limits
         self.is_ready = False
         self.connection.setblocking(False)
-        self.pidfd = os.pidfd_open(pid)
+        self.status: int | None = None
         self.poller = select.poll()
-        # The pidfd too: a grandchild may hold the socket open after the child's death.
-        self.poller.register(self.pidfd, select.POLLIN)
+        # The pidfd too: a grandchild may hold the socket open after the child's death. gVisor has none.
+        try:
+            self.pidfd = os.pidfd_open(pid)
+            self.poller.register(self.pidfd, select.POLLIN)
+        except OSError:
+            self.pidfd = -1
 
     def release(self) -> None:
         self.connection.close()
-        os.close(self.pidfd)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
 
     def exchange(self, body: bytes, timeout_seconds: float, answer_bytes_max: int) -> bytes:
         """One request, one answer, within the time. SessionEnded in every other case."""
@@ -295,29 +354,48 @@ class Session:
 
     def wait(self, event: int, deadline: float) -> None:
         """Return when the socket is ready. TimeoutError at the deadline, SessionEnded when the child has died."""
-        remaining = deadline - time.monotonic()
         self.poller.register(self.connection, event)
-        ready = dict(self.poller.poll(max(0.0, remaining * 1000)))
-        if not ready:
-            raise TimeoutError
-        if self.connection.fileno() not in ready:
-            raise SessionEnded("died", self.obituary())
+        while (remaining := deadline - time.monotonic()) > 0:
+            patience = remaining * 1000 if self.pidfd >= 0 else min(remaining * 1000, POLL_MILLISECONDS)
+            ready = dict(self.poller.poll(patience))
+            if self.connection.fileno() in ready:
+                return
+            if ready or self.has_died(0):
+                raise SessionEnded("died", self.obituary())
+        raise TimeoutError
 
     def obituary(self) -> str:
         """How the child ended, in words. It is killed first if it only closed its socket."""
-        if not self.has_died():
-            os.kill(self.pid, signal.SIGKILL)
-        _, status = os.waitpid(self.pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        if code == -signal.SIGXCPU:
+        if not self.has_died(PATIENCE_SECONDS):
+            os.kill(self.pid, _signal.SIGKILL)
+            _, self.status = os.waitpid(self.pid, 0)
+        code = os.waitstatus_to_exitcode(self.status or 0)
+        if code == -_signal.SIGXCPU:
             return f"it used more than {self.limits['cpu_seconds']} s of CPU"
-        return f"it exited with status {code}" if code >= 0 else f"it was killed by {signal.Signals(-code).name}"
+        return f"it exited with status {code}" if code >= 0 else f"it was killed by {signal_name(-code)}"
 
-    def has_died(self) -> bool:
+    def has_died(self, patience_seconds: float) -> bool:
         """True once the child is a zombie. A moment of patience: its socket closes just before that."""
-        poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(100))
+        deadline = time.monotonic() + patience_seconds
+        while self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = status
+            elif time.monotonic() >= deadline:
+                return False
+            else:
+                time.sleep(0.001)
+        return True
+
+
+POLL_MILLISECONDS = 10
+PATIENCE_SECONDS = 0.1
+
+
+def signal_name(number: int) -> str:
+    import signal
+
+    return signal.Signals(number).name
 
 
 # ----------------------------------------------------------------------------------------------- the session child
@@ -325,7 +403,7 @@ class Session:
 
 def start_session(tools: Tools, limits: dict[str, Any]) -> Session:
     """Fork the child in which everything of the agent runs."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
     pid = os.fork()
     if pid == 0:
         try:
@@ -342,12 +420,17 @@ def become_session(connection: int, limits: dict[str, Any]) -> None:
     """Give up what the runner has: its descriptors, its immunity and its unlimited resources."""
     os.dup2(connection, SESSION_SOCKET, inheritable=False)
     os.closerange(SESSION_SOCKET + 1, HOST_SOCKET + 1)
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(SESSION_USER, SESSION_USER, SESSION_USER)
+        os.setresuid(SESSION_USER, SESSION_USER, SESSION_USER)
     output = open_output()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     os.setsid()
     set_dumpable(True)
+    furnish()
     try:
         os.chdir(WORK)
     except OSError:  # the agent locked it in an earlier session of this lease
@@ -368,45 +451,96 @@ def become_session(connection: int, limits: dict[str, Any]) -> None:
         resource.setrlimit(kind, (value, value + 1 if kind == resource.RLIMIT_CPU else value))
 
 
+def furnish() -> None:
+    """What Python's `site` would give, which the runner starts without; and the operator's packages before Debian's."""
+    builtins = sys.modules["builtins"]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[attr-defined]
+    if os.path.isdir(LIBRARIES):
+        sys.path.append(LIBRARIES)
+        os.environ["PYTHONPATH"] = LIBRARIES
+    sys.path.append("/usr/lib/python3/dist-packages")
+
+
 def open_output() -> int:
     """A nameless file for what is printed. A file, not a pipe: a flood meets the disk limit and blocks nobody."""
     try:
-        return os.open(TEMPORARY, os.O_TMPFILE | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return open_nameless()
     except OSError:  # the agent filled the disk in an earlier session of this lease: run on, without printed output
         return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
 
+def open_nameless() -> int:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+    try:
+        return os.open(TEMPORARY, os.O_TMPFILE | flags, 0o600)
+    except OSError:  # gVisor knows no O_TMPFILE
+        path = f"{TEMPORARY}/output-{time.monotonic_ns()}"
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | flags, 0o600)
+        os.unlink(path)
+        return descriptor
+
+
 def serve_session(tools: Tools, limits: dict[str, Any]) -> None:
     """Perform requests until the runner ends this process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     gc.enable()
     write_all(SESSION_SOCKET, b"+")
     while True:
         (length,) = LENGTH.unpack(read_exactly(SESSION_SOCKET, LENGTH.size))
-        request = json.loads(read_exactly(SESSION_SOCKET, length))
-        value, error = perform(request, tools)
-        for output in OUTPUTS:
-            try:
-                output.flush()
-            except (OSError, ValueError):
-                pass  # disk full or closed by the agent's code: what was written before is still shown
-        answer = json.dumps(compose(value, error, limits["output_bytes_max"])).encode()
+        name, arguments = marshal.loads(read_exactly(SESSION_SOCKET, length))
+        value, error = perform(name, arguments, tools)
+        is_written = flush_outputs()
+        answer = compose(value, error, limits["output_bytes_max"])
+        if not is_written:
+            discard_unwritten()
         write_all(SESSION_SOCKET, LENGTH.pack(len(answer)) + answer)
 
 
-def perform(request: dict[str, Any], tools: Tools) -> tuple[str, str | None]:
-    """The tool's answer and the kind of error, if any. A tool's globals live as long as the session."""
-    name = request["tool"]
+def flush_outputs() -> bool:
+    """False when the disk is full or the agent's code closed the files: what was written before is still shown."""
+    is_written = True
+    for output in OUTPUTS:
+        try:
+            output.flush()
+        except (OSError, ValueError):
+            is_written = False
+    return is_written
+
+
+def discard_unwritten() -> None:
+    """What could not be written must not turn up in the next answer."""
     try:
-        value = tools[name][name](**request["arguments"])
-        return ("" if value is None else value if isinstance(value, str) else json.dumps(value)), None
+        kept = os.dup(1), os.dup(2)
+    except OSError:  # closed by the agent's code
+        return
+    null = os.open("/dev/null", os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    flush_outputs()
+    for number, descriptor in enumerate(kept, 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.close(null)
+
+
+def perform(name: str, arguments: dict[str, Any], tools: Tools) -> tuple[str, str | None]:
+    """The tool's answer and the kind of error, if any. A tool's globals live as long as the session."""
+    try:
+        value = tools[name][name](**arguments)
+        if value is None or isinstance(value, str):
+            return value or "", None
+        import json
+
+        return json.dumps(value), None
     except ToolError as error:
         return f"error: {error}", "agent"
+    except MemoryError:
+        return "error: the memory of the sandbox is used up: work on less at once", "agent"
     except BaseException as error:  # whatever a tool does, the session answers
         return f"error: {type(error).__name__}: {error}", "tool"
 
 
-def compose(value: str, error: str | None, output_bytes_max: int) -> dict[str, Any]:
+def compose(value: str, error: str | None, output_bytes_max: int) -> bytes:
     """What was printed, then the value. One byte more than the limit is passed on, and the true length."""
     printed, printed_bytes = take_output(output_bytes_max + 1)
     if printed and value and not printed.endswith(b"\n"):
@@ -415,7 +549,7 @@ def compose(value: str, error: str | None, output_bytes_max: int) -> dict[str, A
     if error is not None and printed_bytes + len(returned) > output_bytes_max:
         printed = printed[: max(0, output_bytes_max - len(returned))]  # of too much output and an error, keep the error
     content = (printed + returned)[: output_bytes_max + 1]
-    return {"content": content.decode("utf-8", "replace"), "bytes_total": printed_bytes + len(returned), "error": error}
+    return SAID.pack(ERRORS.index(error), printed_bytes + len(returned)) + content
 
 
 def take_output(bytes_max: int) -> tuple[bytes, int]:
@@ -444,18 +578,35 @@ def parent_and_name(path: str, create: bool) -> tuple[int, str]:
         try:
             if create:
                 make_folder(part, folder)
-            deeper = os.open(part, DIRECTORY_FLAGS, dir_fd=folder)
+            deeper = open_folder(part, folder)
         finally:
             os.close(folder)
         folder = deeper
     return folder, parts[-1]
 
 
+def open_folder(name: str, parent: int) -> int:
+    """Through no link. The comparison is for gVisor, which follows one in spite of O_NOFOLLOW with O_DIRECTORY."""
+    before = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    descriptor = os.open(name, DIRECTORY_FLAGS, dir_fd=parent)
+    if not os.path.samestat(before, os.fstat(descriptor)):
+        os.close(descriptor)
+        raise NotADirectoryError(20, "not a folder, or a link to one", name)
+    return descriptor
+
+
 def make_folder(name: str, folder: int) -> None:
     try:
         os.mkdir(name, 0o755, dir_fd=folder)
     except FileExistsError:
-        pass  # the open that follows decides whether it is a folder
+        return  # the open that follows decides whether it is a folder
+    if os.getuid() == 0:
+        os.chown(name, SESSION_USER, SESSION_USER, dir_fd=folder, follow_symlinks=False)
+
+
+def give_to_session(descriptor: int) -> None:
+    if os.getuid() == 0:
+        os.fchown(descriptor, SESSION_USER, SESSION_USER)
 
 
 def read_file(path: str, bytes_max: int) -> bytes:
@@ -477,7 +628,7 @@ def read_file(path: str, bytes_max: int) -> bytes:
         os.close(descriptor)
 
 
-def write_file(path: str, data: bytes) -> None:
+def write_file(path: str, data: bytes, mode: int = 0o644) -> None:
     """Create or replace a regular file, making its folders."""
     folder, name = parent_and_name(path, create=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -489,6 +640,8 @@ def write_file(path: str, data: bytes) -> None:
         check_plain(descriptor, path)
         os.ftruncate(descriptor, 0)
         write_all(descriptor, data)
+        os.fchmod(descriptor, mode)
+        give_to_session(descriptor)
     finally:
         os.close(descriptor)
 
@@ -497,6 +650,92 @@ def check_plain(descriptor: int, path: str) -> None:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
         raise PermissionError(1, "not a plain file with one name", path)
+
+
+def pack_work(bytes_max: int) -> bytes:
+    """/work as a tar: folders and plain files with one name. Links, pipes and devices are left out, never followed."""
+    import tarfile
+
+    stream = Bounded(bytes_max)
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        waiting = [""]
+        while waiting:
+            folder = waiting.pop()
+            for name in names_in(folder):
+                path = os.path.join(folder, name)
+                if pack_entry(archive, path):
+                    waiting.append(path)
+    return stream.getvalue()
+
+
+def names_in(folder: str) -> list[str]:
+    if not folder:
+        return sorted(os.listdir(WORK))
+    parent, name = parent_and_name(folder, create=False)
+    try:
+        descriptor = open_folder(name, parent)
+    finally:
+        os.close(parent)
+    try:
+        return sorted(os.listdir(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+class Bounded(io.BytesIO):
+    """Refuses to grow beyond a size, before it has."""
+
+    def __init__(self, bytes_max: int) -> None:
+        super().__init__()
+        self.bytes_max = bytes_max
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self.bytes_max:
+            raise PermissionError(1, f"the snapshot would be longer than {self.bytes_max} bytes", WORK)
+        return super().write(data)
+
+
+def pack_entry(archive: Any, path: str) -> bool:
+    """Add one folder or file. True for a folder, whose entries are to follow."""
+    import tarfile
+
+    entry = tarfile.TarInfo(path)
+    status = os.lstat(os.path.join(WORK, path))
+    entry.mode = stat.S_IMODE(status.st_mode) & 0o777
+    if stat.S_ISDIR(status.st_mode):
+        entry.type = tarfile.DIRTYPE
+        archive.addfile(entry)
+        return True
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        data = read_file(path, status.st_size)
+        entry.size = len(data)
+        archive.addfile(entry, io.BytesIO(data))
+    return False
+
+
+def unpack_work(data: bytes) -> None:
+    """Write what `pack_work` packed. Anything else in the tar is refused; no link is followed on the way."""
+    import tarfile
+
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            for entry in archive:
+                unpack_entry(archive, entry)
+    except tarfile.TarError as error:
+        raise PermissionError(1, f"the snapshot cannot be read: {error}") from None
+
+
+def unpack_entry(archive: Any, entry: Any) -> None:
+    if entry.isdir():
+        folder, name = parent_and_name(entry.name, create=True)
+        try:
+            make_folder(name, folder)
+        finally:
+            os.close(folder)
+    elif entry.isreg() and not entry.issparse():
+        write_file(entry.name, archive.extractfile(entry).read(), entry.mode & 0o777)
+    else:
+        raise PermissionError(1, "the snapshot holds something other than folders and plain files", entry.name)
 
 
 def used(path: str) -> tuple[int, int]:
@@ -525,7 +764,7 @@ def wipe(root: str) -> None:
     os.utime(root, (0, 0))  # times are state too
 
 
-def dissolve(path: str, root: str, counter: "itertools.count[int]") -> None:
+def dissolve(path: str, root: str, counter: itertools.count[int]) -> None:
     """Remove one folder; its subfolders move to fresh names in the root."""
     os.chmod(path, 0o700)  # it may be 000; the caller made sure that it is no link
     for name in os.listdir(path):
@@ -538,7 +777,7 @@ def dissolve(path: str, root: str, counter: "itertools.count[int]") -> None:
     os.rmdir(path)
 
 
-def fresh_name(root: str, counter: "itertools.count[int]") -> str:
+def fresh_name(root: str, counter: itertools.count[int]) -> str:
     while True:
         path = os.path.join(root, f"wiped-{next(counter)}")
         if not os.path.lexists(path):
@@ -562,15 +801,17 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def read_frame(descriptor: int) -> tuple[dict[str, Any], bytes]:
-    header_length, body_length = FRAME.unpack(read_exactly(descriptor, FRAME.size))
-    header: dict[str, Any] = json.loads(read_exactly(descriptor, header_length))
+def read_request(descriptor: int) -> tuple[dict[str, Any], bytes]:
+    header_length, body_length = REQUEST.unpack(read_exactly(descriptor, REQUEST.size))
+    header: dict[str, Any] = marshal.loads(read_exactly(descriptor, header_length))
     return header, read_exactly(descriptor, body_length)
 
 
-def write_frame(descriptor: int, header: dict[str, Any], body: bytes) -> None:
-    encoded = json.dumps(header).encode()
-    write_all(descriptor, FRAME.pack(len(encoded), len(body)) + encoded + body)
+def write_answer(descriptor: int, answer: Answer) -> None:
+    status, detail, errno, body = answer
+    sentence = detail.encode("utf-8", "backslashreplace")
+    prefix = ANSWER.pack(STATUSES.index(status), errno, len(sentence), len(body))
+    write_all(descriptor, prefix + sentence + body)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """What every backend promises, on each that ships."""
 
+import io
+import tarfile
 from collections.abc import AsyncIterator
 
 import pytest
 
-from sandboxes.backends import bubblewrap
-from sandboxes.backends.bubblewrap import BubblewrapBackend, BubblewrapSandbox
+from sandboxes.backends import ISOLATIONS, bubblewrap, channel, enclosed, lacking, open_backend
+from sandboxes.backends.bubblewrap import BubblewrapBackend
+from sandboxes.backends.channel import RunnerSandbox
 from sandboxes.backends.scripted import ScriptedBackend
 from sandboxes.limits import Limits
 from sandboxes.protocol import Backend, Sandbox, SandboxFailed, SandboxUnavailable
@@ -14,14 +17,16 @@ from sandboxes.tools.registry import SHIPPED
 COUNT = "import os; open('n', 'a').write('x'); os.stat('n').st_size"
 
 
-@pytest.fixture(params=["bubblewrap", "scripted"])
+@pytest.fixture(params=ISOLATIONS)
 async def opened(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Backend, Sandbox]]:
+    if reason := lacking(request.param):
+        pytest.skip(reason)
     counter = iter(range(1, 100))
-    backends: dict[str, Backend] = {
-        "bubblewrap": BubblewrapBackend(SHIPPED, Limits(), first_uid=303_000),
-        "scripted": ScriptedBackend({"python": lambda arguments: str(next(counter))}),
-    }
-    backend = backends[request.param]
+    backend = (
+        ScriptedBackend({"python": lambda arguments: str(next(counter))})
+        if request.param == "scripted"
+        else open_backend(request.param, SHIPPED, first_uid=303_000, leases_per_sandbox_max=3)
+    )
     sandbox = await backend.open(0)
     yield backend, sandbox
     await sandbox.close()
@@ -38,9 +43,16 @@ async def test_contract(opened: tuple[Backend, Sandbox]) -> None:
     assert (await sandbox.call("python", {"code": COUNT}, "b")).content == "2"
     await sandbox.put("folder/file", b"\x00\xff")
     assert await sandbox.get("/work/folder/file") == b"\x00\xff"
+    snapshot = await sandbox.snapshot()
     assert await sandbox.reset()
     with pytest.raises(FileNotFoundError):
         await sandbox.get("folder/file")
+    await sandbox.restore(snapshot)
+    assert await sandbox.get("folder/file") == b"\x00\xff"
+    with pytest.raises(OSError, match="cannot be read"):
+        await sandbox.restore(b"no tar" * 1000)
+    with pytest.raises(OSError, match="something other than folders and plain files"):
+        await sandbox.restore(tar_of_a_link())
     with pytest.raises(SandboxFailed):
         await sandbox.call("no such tool", {}, "c")
     await sandbox.close()
@@ -49,7 +61,25 @@ async def test_contract(opened: tuple[Backend, Sandbox]) -> None:
         await sandbox.call("python", {"code": "1"}, "d")
 
 
-async def test_put_and_get_of_a_large_file(sandbox: BubblewrapSandbox) -> None:
+def tar_of_a_link() -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        entry = tarfile.TarInfo("link")
+        entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        archive.addfile(entry)
+    return packed.getvalue()
+
+
+async def test_impossible_paths_are_refused_and_harm_nobody(sandbox: RunnerSandbox) -> None:
+    for path in ("a\0b", "", ".", "x" * 300, "/", "/work", "a/" * 3000 + "b"):
+        with pytest.raises(OSError, match=r"\S"):
+            await sandbox.get(path)
+        with pytest.raises(OSError, match=r"\S"):
+            await sandbox.put(path, b"x")
+    assert (await sandbox.call("python", {"code": "1 + 1"}, "a")).content == "2"
+
+
+async def test_put_and_get_of_a_large_file(sandbox: RunnerSandbox) -> None:
     data = bytes(range(256)) * 20_000
     await sandbox.put("large", data)
     assert await sandbox.get("large") == data
@@ -58,15 +88,16 @@ async def test_put_and_get_of_a_large_file(sandbox: BubblewrapSandbox) -> None:
 
 
 async def test_missing_bubblewrap_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bubblewrap, "SYSTEM_PATH", "/nowhere")
+    monkeypatch.setattr(enclosed, "SYSTEM_PATH", "/nowhere")
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: apt-get install bubblewrap"):
         await BubblewrapBackend(SHIPPED).open(0)
 
 
-async def kill_and_wait(sandbox: BubblewrapSandbox) -> None:
+async def kill_and_wait(sandbox: RunnerSandbox) -> None:
     """The runner dies a moment after bwrap; its end of the stream tells."""
-    sandbox._process.kill()
-    await sandbox._process.wait()
+    assert isinstance(sandbox.enclosure, enclosed.EnclosedProcesses)
+    sandbox.enclosure.process.kill()
+    await sandbox.enclosure.process.wait()
     await sandbox._reader.read()
 
 
@@ -81,9 +112,9 @@ async def test_runner_that_dies_is_an_infra_failure() -> None:
 
 
 async def test_runner_that_does_not_answer_is_an_infra_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bubblewrap, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(channel, "GRACE_SECONDS", 0.1)
     backend = BubblewrapBackend(SHIPPED, Limits(call_timeout_seconds=0.1), first_uid=305_000)
-    backend._runner_source = backend._runner_source.replace(b'header["timeout_seconds"]', b"3600.0")
+    backend.runner_source = backend.runner_source.replace('header["timeout_seconds"]', "3600.0")
     sandbox = await backend.open(0)
     with pytest.raises(SandboxFailed, match="did not answer in time"):
         await sandbox.call("python", {"code": "while True: pass"}, "a")

@@ -2,14 +2,15 @@
 
 import pytest
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend, BubblewrapSandbox
+from sandboxes.backends.bubblewrap import BubblewrapBackend
+from sandboxes.backends.channel import RunnerSandbox
 from sandboxes.limits import Limits
 from sandboxes.tools.registry import SHIPPED
 from tests.sandboxes.conftest import LIMITS, Run
 
 
 async def test_endless_loop_is_the_agents_timeout_and_the_next_session_is_fresh(
-    sandbox: BubblewrapSandbox, run: Run
+    sandbox: RunnerSandbox, run: Run
 ) -> None:
     await run("x = 1; open('kept', 'w').write('y')")
     result = await sandbox.call("python", {"code": "while True: pass"}, "loop")
@@ -19,7 +20,7 @@ async def test_endless_loop_is_the_agents_timeout_and_the_next_session_is_fresh(
     assert await run("open('kept').read()") == "'y'"
 
 
-async def test_ignoring_signals_does_not_help(sandbox: BubblewrapSandbox) -> None:
+async def test_ignoring_signals_does_not_help(sandbox: RunnerSandbox) -> None:
     code = """
 import os, signal, time
 for number in range(1, 65):
@@ -33,7 +34,7 @@ while True: time.sleep(1)
     assert await processes(sandbox) == "[]"
 
 
-async def test_fork_bomb_ends_with_the_lease(sandbox: BubblewrapSandbox, run: Run) -> None:
+async def test_fork_bomb_ends_with_the_lease(sandbox: RunnerSandbox, run: Run) -> None:
     code = "import os\nwhile True:\n    try: os.fork()\n    except OSError as error: last = error"
     said = await run(code)
     assert said.startswith(("error: timed out", "error: the session ended"))
@@ -64,7 +65,7 @@ async def test_memory(run: Run) -> None:
     assert await run("1 + 1") == "2"
 
 
-async def test_disk_and_inodes(sandbox: BubblewrapSandbox, run: Run) -> None:
+async def test_disk_and_inodes(sandbox: RunnerSandbox, run: Run) -> None:
     fill = "import os\nfor n in range(20):\n    with open(f'f{n}', 'wb') as f: f.write(b'x' * 1_000_000)"
     assert "No space left on device" in await run(fill)
     assert await run("1 + 1") == "2"
@@ -126,13 +127,13 @@ async def test_child_that_keeps_the_socket_open_blocks_nobody(run: Run) -> None:
 @pytest.mark.parametrize(
     "garbage", ["b'x' * 100", r"b'\xff\xff\xff\xff'", r"b'\x00\x00\x00\x02{}'", r"b'\x00\x00\x00\x04null'"]
 )
-async def test_forged_answers_are_the_agents_error(sandbox: BubblewrapSandbox, garbage: str) -> None:
+async def test_forged_answers_are_the_agents_error(sandbox: RunnerSandbox, garbage: str) -> None:
     code = f"import os, time; os.write(3, {garbage}); time.sleep(0.05)"
     result = await sandbox.call("python", {"code": code}, "forge")
     assert result.error_kind == "agent"
 
 
-async def test_forged_infra_error_is_not_believed(sandbox: BubblewrapSandbox) -> None:
+async def test_forged_infra_error_is_not_believed(sandbox: RunnerSandbox) -> None:
     code = """
 import json, os, struct
 answer = json.dumps({"content": "x", "bytes_total": 1, "error": "infra"}).encode()
@@ -141,7 +142,7 @@ os.write(3, struct.pack(">I", len(answer)) + answer)
     assert (await sandbox.call("python", {"code": code}, "forge")).error_kind == "agent"
 
 
-async def processes(sandbox: BubblewrapSandbox) -> str:
+async def processes(sandbox: RunnerSandbox) -> str:
     """Processes in the sandbox beside pid 1 and the session that asks."""
     code = "import os; [p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"
     return (await sandbox.call("python", {"code": code}, f"processes-{id(code)}")).content

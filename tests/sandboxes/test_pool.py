@@ -5,7 +5,8 @@ from typing import cast
 
 import pytest
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend, BubblewrapSandbox
+from sandboxes.backends.bubblewrap import BubblewrapBackend
+from sandboxes.backends.channel import RunnerSandbox
 from sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
 from sandboxes.pool import Pool
 from sandboxes.protocol import Sandbox, SandboxFailed
@@ -138,7 +139,7 @@ async def test_real_sandbox_that_dies_is_replaced(backend: BubblewrapBackend) ->
             first = await who(sandbox)
         async with pool.lease(owner="b", seconds=60) as sandbox:
             assert await who(sandbox) == first
-            await kill_and_wait(cast(BubblewrapSandbox, sandbox))
+            await kill_and_wait(cast(RunnerSandbox, sandbox))
         async with pool.lease(owner="c", seconds=60) as sandbox:
             assert (await who(sandbox))[:1] == "2"
             assert await who(sandbox) != first
@@ -147,7 +148,7 @@ async def test_real_sandbox_that_dies_is_replaced(backend: BubblewrapBackend) ->
 async def test_sandbox_that_dies_while_idle_is_not_handed_out(backend: BubblewrapBackend) -> None:
     async with Pool(backend, size=1) as pool:
         idle = pool._sandboxes[0]
-        await kill_and_wait(cast(BubblewrapSandbox, idle))
+        await kill_and_wait(cast(RunnerSandbox, idle))
         async with pool.lease(owner="a", seconds=60) as sandbox:
             assert sandbox.sandbox_id != idle.sandbox_id
             assert (await sandbox.call("python", {"code": "1 + 1"}, "k")).content == "2"

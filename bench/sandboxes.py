@@ -1,0 +1,137 @@
+"""Sandboxes beside bare bubblewrap with a bare Python, 200 of them at once, and what an idle one holds.
+
+python -m bench sandboxes [--quick]
+"""
+
+import asyncio
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from sandboxes.backends.bubblewrap import BubblewrapBackend
+from sandboxes.backends.cgroups import descendants
+from sandboxes.backends.channel import RunnerSandbox
+from sandboxes.backends.enclosed import CLEAN_ENVIRONMENT, EnclosedProcesses, system_links
+from sandboxes.limits import MEBIBYTE
+from sandboxes.pool import Pool
+from sandboxes.tools.registry import SHIPPED
+from sandboxes.worlds.world import WORLD_TOOLS
+
+AT_ONCE = 200
+FIRST_UID = 700_000
+CODE = "503 * 9 + 17"
+# The least that bubblewrap can be asked for and still run Python apart from the host.
+BARE = [
+    *("/usr/bin/bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--ro-bind", "/usr", "/usr"),
+    *(word for name in system_links() for word in ("--symlink", f"usr/{name}", f"/{name}")),
+    *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--", "/usr/bin/python3", "-I", "-c", f"print({CODE})"),
+]
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """open_to_bare: lower is better, 1 = as fast as bwrap and Python alone. sandboxes_at_once: leases that worked."""
+    return asyncio.run(_measure(rounds=15 if quick else 60, at_once=AT_ONCE))
+
+
+async def _measure(rounds: int, at_once: int) -> dict[str, float]:
+    backend = BubblewrapBackend(SHIPPED | WORLD_TOOLS, first_uid=FIRST_UID)
+    try:
+        figures = await _opening(backend, rounds)
+        figures |= await _crowd(backend, at_once)
+    finally:
+        backend.close()
+    return figures
+
+
+async def _opening(backend: BubblewrapBackend, rounds: int) -> dict[str, float]:
+    """In turns, because the machine is noisy: bare, then a sandbox with its first call and some further ones."""
+    bare, opened, further = [], [], []
+    await (await backend.open(0)).close()  # the tools are compiled once, the launcher is started once
+    for number in range(rounds):
+        bare.append(await _seconds(_bare_start))
+        began = time.perf_counter()
+        sandbox = await backend.open(0)
+        await _call(sandbox, "first")
+        opened.append(time.perf_counter() - began)
+        further += [await _seconds(lambda: _call(sandbox, f"further-{number}")) for number in range(10)]  # noqa: B023
+        await sandbox.close()
+    return {
+        "open_to_bare": statistics.median(opened) / statistics.median(bare),
+        "open_ms": statistics.median(opened) * 1000,
+        "bare_ms": statistics.median(bare) * 1000,
+        "further_call_ms": statistics.median(further) * 1000,
+    }
+
+
+async def _crowd(backend: BubblewrapBackend, at_once: int) -> dict[str, float]:
+    """That many leases held at the same time, each with a call that worked; then what one of them weighs when idle."""
+    _allow_descriptors(20 * at_once)
+    all_here = asyncio.Event()
+    arrived = 0
+    async with Pool(backend, size=at_once, warm=0) as pool:
+
+        async def visit(number: int) -> float:
+            nonlocal arrived
+            async with pool.lease(owner=f"visitor {number}", seconds=600) as sandbox:
+                assert isinstance(sandbox, RunnerSandbox)
+                await _call(sandbox, "crowd")
+                arrived += 1
+                if arrived == at_once:
+                    all_here.set()
+                async with asyncio.timeout(300):
+                    await all_here.wait()
+                return _proportional_megabytes(sandbox)
+
+        began = time.perf_counter()
+        ends = await asyncio.gather(*(visit(number) for number in range(at_once)), return_exceptions=True)
+        seconds = time.perf_counter() - began
+        await pool.settle()
+        idle = [_proportional_megabytes(sandbox) for sandbox in pool.open if isinstance(sandbox, RunnerSandbox)]
+    failed = [end for end in ends if isinstance(end, BaseException)]
+    if failed:
+        print(f"{len(failed)} leases failed, the first by {failed[0]!r}")
+    return {
+        "sandboxes_at_once": float(at_once - len(failed)),
+        "sandboxes_at_once_seconds": seconds,
+        "busy_sandbox_megabytes": statistics.median(end for end in ends if isinstance(end, float)),
+        "idle_sandbox_megabytes": statistics.median(idle),
+    }
+
+
+async def _bare_start() -> None:
+    process = await asyncio.create_subprocess_exec(*BARE, stdout=subprocess.PIPE, env=CLEAN_ENVIRONMENT)
+    said, _ = await process.communicate()
+    if said != b"4544\n":
+        raise RuntimeError(f"bare bubblewrap did not run: {said!r}")
+
+
+async def _call(sandbox: RunnerSandbox, key: str) -> None:
+    result = await sandbox.call("python", {"code": CODE}, key)
+    if result.content != "4544":
+        raise RuntimeError(f"a call in the sandbox did not work: {result.content}")
+
+
+async def _seconds(action: Callable[[], Awaitable[None]]) -> float:
+    began = time.perf_counter()
+    await action()
+    return time.perf_counter() - began
+
+
+def _proportional_megabytes(sandbox: RunnerSandbox) -> float:
+    """Memory of all processes of the sandbox, bwrap's too, where what is shared counts in parts."""
+    assert isinstance(sandbox.enclosure, EnclosedProcesses)
+    return sum(_proportional_bytes(pid) for pid in descendants(sandbox.enclosure.process.pid)) / MEBIBYTE
+
+
+def _proportional_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def _allow_descriptors(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard), hard))

@@ -1,0 +1,369 @@
+"""`make escapes`: every attempt of tests.sandboxes.attempts on every isolation that this machine has.
+
+    python -m tests.sandboxes.escapes [--isolation bubblewrap] [NAME …]
+
+One line an attempt, then the health of the host, then `N attempts, M succeeded`. Exit code 1 when one succeeded, was
+reported as something else, or left something on the host.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import os
+import re
+import secrets
+import signal
+import socket
+import string
+import sys
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from sandboxes.backends import lacking, open_backend
+from sandboxes.backends.bubblewrap import BubblewrapBackend
+from sandboxes.backends.cgroups import descendants
+from sandboxes.backends.enclosed import EnclosedBackend, EnclosedProcesses
+from sandboxes.backends.gvisor import GvisorBackend
+from sandboxes.limits import MEBIBYTE, Limits
+from sandboxes.pool import Pool
+from sandboxes.protocol import Backend, Sandbox, SandboxFailed, ToolResult
+from sandboxes.tools.registry import SHIPPED
+from tests.sandboxes.attempts import ATTEMPTS, EVERYWHERE, PRELUDE, Attempt
+
+FIRST_UID = 1_000_000 + 16 * os.getpid()  # nobody else on this machine has these
+LIMITS = Limits(
+    cpu_seconds=5,
+    memory_bytes_max=256 * MEBIBYTE,
+    disk_bytes_max=8 * MEBIBYTE,
+    inodes_max=2000,
+    processes_max=24,
+    open_files_max=64,
+    output_bytes_max=2000,
+    call_timeout_seconds=60.0,
+)
+BRIEF = msgspec.structs.replace(LIMITS, call_timeout_seconds=2.0)
+"""For attempts that never end by themselves."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What came of an attempt."""
+
+    attempt: Attempt
+    succeeded: bool
+    is_reported: bool
+    text: str
+
+    @property
+    def word(self) -> str:
+        return "SUCCEEDED" if self.succeeded else "contained" if self.is_reported else "MISREPORTED"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="make escapes", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="attempts to make; all if none is named")
+    parser.add_argument("--isolation", action="append", choices=EVERYWHERE, help="only on this one")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - {attempt.name for attempt in ATTEMPTS}
+    if unknown:
+        parser.error(f"there is no attempt {min(unknown)!r}")
+    chosen = [attempt for attempt in ATTEMPTS if not arguments.names or attempt.name in arguments.names]
+    return asyncio.run(show(chosen, arguments.isolation or list(EVERYWHERE)))
+
+
+async def show(attempts: list[Attempt], isolations: list[str]) -> int:
+    verdicts: list[Verdict] = []
+    complaints: list[str] = []
+    for isolation in isolations:
+        if reason := lacking(isolation):
+            print(f"{isolation}: not here ({reason})")
+            continue
+        async with guarded_host() as host:
+            async with pools(isolation) as field:
+                for attempt in (attempt for attempt in attempts if isolation in attempt.isolations):
+                    verdict = await judged(field[attempt.is_endless], attempt, host)
+                    verdicts.append(verdict)
+                    print(f"{isolation:<11} {attempt.name:<29} {verdict.word}: {verdict.text}", flush=True)
+            found = await host.complaints()
+            complaints += found
+            print(f"{isolation:<11} host: {'; '.join(found) or 'healthy'}", flush=True)
+    succeeded = sum(verdict.succeeded for verdict in verdicts)
+    misreported = sum(verdict.word == "MISREPORTED" for verdict in verdicts)
+    if misreported:
+        print(f"{misreported} not reported as what they were")
+    print(f"{len(verdicts)} attempts, {succeeded} succeeded")
+    return 1 if succeeded or misreported or complaints or not verdicts else 0
+
+
+@contextlib.asynccontextmanager
+async def pools(isolation: str) -> AsyncIterator[dict[bool, Pool]]:
+    """Of one sandbox each: for attempts that end, and for those that do not. Nothing is left of them afterwards."""
+    backends = [
+        open_backend(isolation, SHIPPED, limits, first_uid=FIRST_UID + number)
+        for number, limits in enumerate((LIMITS, BRIEF))
+    ]
+    patient, brief = (Pool(backend, size=1, warm=0) for backend in backends)
+    async with patient, brief:
+        yield {False: patient, True: brief}
+    for backend in backends:
+        forget(backend)
+
+
+async def judged(pool: Pool, attempt: Attempt, host: "Host") -> Verdict:
+    """Run it, ask the witness, look at the next lease. A sandbox that fails under an attempt has been harmed by it."""
+    gains: list[str] = []
+    try:
+        async with pool.lease(owner=attempt.name, seconds=120) as sandbox:
+            result = await sandbox.call("python", {"code": host.filled(attempt.code, sandbox.isolation)}, "attempt")
+            gains += claimed(result)
+            if attempt.witness is not None:
+                gains += await WITNESSES[attempt.witness](host, sandbox, result)
+        await pool.settle()
+        if attempt.then is not None:
+            async with pool.lease(owner=f"after {attempt.name}", seconds=120) as sandbox:
+                after = await sandbox.call("python", {"code": host.filled(attempt.then, sandbox.isolation)}, "then")
+                gains += claimed(after) or ([] if "refused:" in after.content else [f"the next lease: {after.content}"])
+    except SandboxFailed as error:
+        return Verdict(attempt, True, False, f"the sandbox failed: {error}")
+    if gains:
+        return Verdict(attempt, True, False, first_line("; ".join(gains)))
+    reported = re.search(attempt.reported, result.content, re.MULTILINE)
+    return Verdict(
+        attempt, False, reported is not None, first_line(result.content[reported.start() if reported else 0 :])
+    )
+
+
+def claimed(result: ToolResult) -> list[str]:
+    return [line for line in result.content.splitlines() if line.startswith("ESCAPED")]
+
+
+def first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:150] if text.strip() else "(nothing)"
+
+
+def forget(backend: Backend) -> None:
+    """End the backend's launcher, so that the host can be compared with what it was before."""
+    if isinstance(backend, EnclosedBackend):
+        backend.close()
+
+
+class Host:
+    """Things of the host that an attempt may try to reach, and what the host looked like before."""
+
+    def __init__(self, folder: Path, listeners: dict[str, socket.socket], signals: list[int]) -> None:
+        self.signals = signals
+        self._listeners = listeners
+        self._secret = os.environ["CANARY_OF_THE_HOST"]
+        self._canary = folder / "canary"
+        self._canary.write_text(self._secret)
+        self._reference_answer = secrets.token_hex(16)
+        self._folder = folder
+        self._before = self._looks()
+
+    def filled(self, code: str, isolation: str) -> str:
+        """The attempt's code with what it needs to know of this host."""
+        ports = {f"{name}_port": str(self._listeners[name].getsockname()[1]) for name in PORTS}
+        known = {
+            "canary_file": str(self._canary),
+            "canary_secret": self._secret[:8] + '" "' + self._secret[8:],  # joined only when it runs
+            "reference_answer": self._reference_answer[:8] + '" b"' + self._reference_answer[8:],
+            "host_pid": str(os.getpid()),
+            "host_address": own_address(),
+            "abstract_name": abstract_name(self._listeners["abstract"]),
+            "socket_file": str(self._folder / "socket"),
+            "isolation": isolation,
+        }
+        return PRELUDE + string.Template(code).substitute(known | ports)
+
+    def connections(self) -> list[str]:
+        """Names of the listeners that somebody has reached since this was last asked."""
+        return [name for name, listener in self._listeners.items() if accepts(listener)]
+
+    async def complaints(self) -> list[str]:
+        """What is not as it was. Processes get a moment to end."""
+        for _ in range(200):
+            found = [
+                f"{name}: {sorted(now - self._before[name])[:3]}"
+                for name, now in self._looks().items()
+                if now - self._before[name]
+            ]
+            if not found:
+                break
+            await asyncio.sleep(0.1)
+        if self._canary.read_text() != self._secret:
+            found.append("the canary file was changed")
+        return found
+
+    def _looks(self) -> dict[str, set[str]]:
+        mounts = {line.split(" - ")[0].split(" ")[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+        owners = {f"{pid} of user {user}" for pid, user in users_of_processes() if FIRST_UID <= user < FIRST_UID + 16}
+        return {
+            "processes": {str(pid) for pid in descendants(os.getpid())} | owners,
+            "mounts": mounts,
+            "files": {str(path) for path in Path(tempfile.gettempdir()).glob("replayground-gvisor-*")},
+            "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/replayground-{os.getpid()}-*")},
+        }
+
+
+PORTS = ("broker", "registry", "server")
+
+
+@contextlib.asynccontextmanager
+async def guarded_host() -> AsyncIterator[Host]:
+    """Listeners, a canary file, a canary variable and a signal handler; all gone afterwards."""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(open_folder())
+        listeners = {name: stack.enter_context(listening(socket.AF_INET, ("0.0.0.0", 0))) for name in PORTS}
+        listeners["file"] = stack.enter_context(listening(socket.AF_UNIX, str(folder / "socket")))
+        listeners["abstract"] = stack.enter_context(listening(socket.AF_UNIX, f"\0escapes-{secrets.token_hex(8)}"))
+        stack.enter_context(environment("CANARY_OF_THE_HOST", secrets.token_hex(16)))
+        signals = stack.enter_context(counted_signals())
+        yield Host(folder, listeners, signals)
+
+
+@contextlib.contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder that every user of the host may enter: only the sandbox stands between."""
+    with tempfile.TemporaryDirectory(prefix="escapes-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def listening(family: int, address: object) -> socket.socket:
+    listener = socket.socket(family)
+    listener.bind(address)  # type: ignore[arg-type]
+    if isinstance(address, str) and not address.startswith("\0"):
+        os.chmod(address, 0o777)
+    listener.listen(8)
+    listener.setblocking(False)
+    return listener
+
+
+def accepts(listener: socket.socket) -> bool:
+    try:
+        listener.accept()[0].close()
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextlib.contextmanager
+def counted_signals() -> Iterator[list[int]]:
+    """SIGUSR1 to this process is counted, not deadly."""
+    received: list[int] = []
+
+    def count(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = signal.signal(signal.SIGUSR1, count)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def abstract_name(listener: socket.socket) -> str:
+    name = listener.getsockname()
+    return (name if isinstance(name, bytes) else name.encode()).lstrip(b"\0").decode()
+
+
+def own_address() -> str:
+    """The host's address towards the network; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def users_of_processes() -> Iterator[tuple[int, int]]:
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                yield int(entry.name), entry.stat().st_uid
+
+
+# ------------------------------------------------------------------------------------------------------ the witnesses
+# Each returns what the attempt gained, as the host sees it.
+
+
+async def answers(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
+    """The same sandbox must go on working, or say that the agent ended it."""
+    after = await sandbox.call("python", {"code": "1 + 1"}, "after")
+    works = after.content == "2" or (after.error_kind == "agent" and "the sandbox has ended" in after.content)
+    return [] if works else [f"the sandbox is crippled: {after.content}"]
+
+
+async def reached(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
+    return [f"the host's listener {name} was reached" for name in host.connections()]
+
+
+async def signalled(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
+    return ["a process of the host got a signal"] if host.signals else []
+
+
+async def agents_error(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
+    return [] if result.error_kind == "agent" else [f"it counts as {result.error_kind}"]
+
+
+async def collects(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
+    gains = []
+    for path in ("collected", "folder/root/runner.pyc", "folder/root/usr/bin/id", "../runner.pyc", "/runner.pyc"):
+        with contextlib.suppress(OSError):
+            gains.append(f"{path} was collected: {len(await sandbox.get(path))} bytes")
+    return gains
+
+
+async def puts(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
+    gains = []
+    for path in ("collected", "collected/left", "../left", "/tmp/left"):
+        with contextlib.suppress(OSError):
+            await sandbox.put(path, b"x")
+            gains.append(f"{path} was written")
+    return gains
+
+
+async def snapshots(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(await sandbox.snapshot())) as archive:
+        names = archive.getnames()
+    return [] if names == ["plain"] else [f"the snapshot holds {names}"]
+
+
+async def memory_stayed_below(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
+    """By the cgroup's own high-water mark. Without a cgroup nobody kept it below.
+
+    The kernel lets a process that it is about to end go a little beyond."""
+    enclosure = getattr(sandbox, "enclosure", None)
+    cgroup = enclosure.cgroup if isinstance(enclosure, EnclosedProcesses) else None
+    if cgroup is None:
+        return ["no cgroup counts the memory of the sandbox"]
+    allowed = LIMITS.memory_bytes_max + LIMITS.disk_bytes_max + OVERHEAD[sandbox.isolation].memory_bytes + SLACK_BYTES
+    peak = cgroup.memory_peak_bytes()
+    return [] if peak <= allowed else [f"{peak / MEBIBYTE:.0f} MiB were used"]
+
+
+SLACK_BYTES = 64 * MEBIBYTE
+OVERHEAD = {backend.isolation: backend.overhead for backend in (BubblewrapBackend, GvisorBackend)}
+WITNESSES: dict[str, Callable[[Host, Sandbox, ToolResult], Awaitable[list[str]]]] = {
+    witness.__name__: witness
+    for witness in (answers, reached, signalled, agents_error, collects, puts, snapshots, memory_stayed_below)
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
