@@ -26,13 +26,25 @@ CACHE = ROOT / ".cache"
 TOOLS = ROOT / ".tools"
 ENVIRONMENT = ROOT / ".venv"
 LOCK = ROOT / "requirements.lock"
+LIBRARIES = TOOLS / "sandbox-libraries"  # sandboxes/libraries.py says the same
+LIBRARIES_LOCK = ROOT / "sandboxes/libraries.lock"
 OUTPUT = CACHE / "install.log"
 UV = TOOLS / "bin" / "uv"
 PYTHON = ENVIRONMENT / "bin" / "python"
+SYSTEM_PYTHON = Path("/usr/bin/python3")  # what runs inside a sandbox
 
 UV_VERSION = "0.13.7"
 PYTHON_VERSION = "3.12"
-DEBIAN_PACKAGE_BY_COMMAND = {"bwrap": "bubblewrap", "chromium": "chromium", "setpriv": "util-linux"}
+DEBIAN_PACKAGE_BY_COMMAND = {
+    "bwrap": "bubblewrap",
+    "chromium": "chromium",
+    "flite": "flite",  # speaks the sentences that the tests of audio understand
+    "kcat": "kcat",  # reads the log in the tests, as a client that is not ours
+    "setpriv": "util-linux",
+    "strace": "strace",  # proves in the tests what is flushed to the disk
+    "tesseract": "tesseract-ocr",
+    str(SYSTEM_PYTHON): "python3",
+}
 
 
 class Missing(Exception):
@@ -85,6 +97,8 @@ def parts() -> tuple[Part, ...]:
     return (
         _tools_part(),
         Part("Python environment", ENVIRONMENT / ".installed", (LOCK, *project), _make_environment),
+        Part("libraries of the tools", LIBRARIES / ".installed", (LIBRARIES_LOCK, SYSTEM_PYTHON), _make_libraries),
+        Part("gVisor, where it can be had", TOOLS / ".gvisor", (), _offer_gvisor),
         Part("Kafka", CACHE / "kafka/.installed", (broker,), lambda: _fetch_jars("kafka", unpack=False)),
         Part(
             "schema registry", CACHE / "registry/.installed", (registry,), lambda: _fetch_jars("registry", unpack=True)
@@ -106,15 +120,20 @@ def require_commands() -> None:
 
 
 def write_lock() -> None:
-    """Resolves pyproject.toml and writes requirements.lock, which names packages and hashes but no host."""
+    """Resolves pyproject.toml and sandboxes/libraries.in into locks that name packages and hashes but no host."""
     _run([str(UV), "lock"])
     export = [str(UV), "export", "--quiet", "--frozen", "--no-header", "--all-groups", "--no-emit-project"]
     _run([*export, "--no-emit-package", "vllm", "--output-file", str(LOCK)])
-    named = [line for line in LOCK.read_text().splitlines() if "://" in line or line.startswith("-")]
-    if named:
-        LOCK.unlink()
-        raise Failed(f"the lock would name a host, so it was not kept: {named[0]}")
-    print(f"requirements.lock holds {LOCK.read_text().count('==')} packages")
+    # for every Python a sandbox may meet (Debian 12 has 3.11), so that one lock serves all
+    resolve = [str(UV), "pip", "compile", "--quiet", "--upgrade", "--universal", "--python-version", "3.11"]
+    wanted = str(LIBRARIES_LOCK.with_suffix(".in").relative_to(ROOT))
+    _run([*resolve, "--generate-hashes", "--no-header", "--output-file", str(LIBRARIES_LOCK), wanted])
+    for lock in (LOCK, LIBRARIES_LOCK):
+        named = [line for line in lock.read_text().splitlines() if "://" in line or line.startswith("-")]
+        if named:
+            lock.unlink()
+            raise Failed(f"the lock would name a host, so it was not kept: {named[0]}")
+        print(f"{lock.name} holds {lock.read_text().count('==')} packages")
 
 
 def _tools_part() -> Part:
@@ -142,6 +161,24 @@ def _make_environment() -> None:
     _run([*sync, str(LOCK)])
     _run([*install, "--reinstall-package", "vllm", str(ROOT / "deploy/vllm_cpu")])
     _run([*install, "--reinstall-package", "replayground", "--editable", str(ROOT)])
+
+
+def _make_libraries() -> None:
+    """Packages for the python3 inside sandboxes, into .tools/sandbox-libraries, whole or not at all."""
+    unfinished = TOOLS / "sandbox-libraries.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    install = [str(UV), "pip", "install", "--python", str(SYSTEM_PYTHON), "--target", str(unfinished)]
+    # from wheels only: nothing is built; bytecode now, because the sandbox sees the folder read-only
+    _run([*install, "--require-hashes", "--only-binary", ":all:", "--compile-bytecode", "-r", str(LIBRARIES_LOCK)])
+    shutil.rmtree(LIBRARIES, ignore_errors=True)
+    unfinished.rename(LIBRARIES)
+
+
+def _offer_gvisor() -> None:
+    """A second isolation for sandboxes. Where Debian does not give it to us, bubblewrap serves alone."""
+    if shutil.which("runsc") is None and os.geteuid() == 0 and shutil.which("apt-get") is not None:
+        with contextlib.suppress(Failed):
+            _run(["apt-get", "install", "-y", "--no-install-recommends", "runsc"])
 
 
 def _fetch_jars(name: str, unpack: bool) -> None:
@@ -183,7 +220,7 @@ def _digest(part: Part) -> str:
     for source in part.sources:
         if not source.exists():
             raise Missing(
-                f"{source.relative_to(ROOT)} is missing: take a whole copy of the project, or run `make lock`"
+                f"{os.path.relpath(source, ROOT)} is missing: take a whole copy of the project, or run `make lock`"
             )
         digest.update(source.read_bytes())
     return digest.hexdigest()

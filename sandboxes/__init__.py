@@ -5,7 +5,9 @@ protocol   the contract: Backend, Sandbox, ToolResult, the errors
 pool       warm sandboxes, leased one owner at a time
 workbench  what a rollout uses: tools + world + perturbations + a lazily leased sandbox
 seccomp    the filter of system calls, as BPF
-backends/  bubblewrap (with runner, the program inside), scripted
-tools/     one file a tool; tool (@tool), schema, registry (toolset)
+backends/  open_backend by name; bubblewrap and gvisor (enclosed: what they share; runner: the program inside), scripted
+libraries  where the Python packages of the tools are installed (libraries.in, libraries.lock)
+tools/     one file a tool or family; tool (@tool), shipping, schema, registry (toolset)
+outside/   tools that work outside the sandbox: browser, search, MCP servers, model endpoints
 worlds/    world (data and its set-up), perturbations (pure)
 """

@@ -1,5 +1,8 @@
 """What one rollout works with: its tools, its world, its weather, and a sandbox that opens at the first call.
 
+A tool that works outside the sandbox (sandboxes.outside) is called, checked and perturbed like any other; who serves it
+is opened at its first call too, and all are closed together.
+
     async with Workbench(pool, toolset(["sql", "kv", "python"]), world, seed=7, owner=trajectory_id) as bench:
         observation = await bench.call("sql", {"query": "select 1"})
 
@@ -16,6 +19,8 @@ from typing import Any, Self
 
 import msgspec
 
+from sandboxes.outside.calls import OutsideCalls
+from sandboxes.outside.contract import OutsideTool, Visit
 from sandboxes.pool import Pool
 from sandboxes.protocol import Blob, ErrorKind, Sandbox, SandboxFailed, ToolResult
 from sandboxes.tools.schema import complaint
@@ -63,6 +68,9 @@ class Workbench:
         self._calls = 0
         self._calls_run = 0
         self._times_called: Counter[bytes] = Counter()
+        visit = Visit(owner=owner, world=self.world, get_file=self._get_file, put_file=self._put_file)
+        self._outside = OutsideCalls(visit)
+        self._lease.push_async_callback(self._outside.close)
 
     @property
     def isolation(self) -> str:
@@ -99,12 +107,18 @@ class Workbench:
             msgspec.json.encode(arguments)
         except (UnicodeEncodeError, OverflowError, RecursionError, TypeError) as error:  # half a surrogate pair
             return f"the arguments cannot be sent as JSON: {error}"
-        return complaint(tool, self.tools[tool].parameters, arguments)
+        chosen = self.tools[tool]
+        if isinstance(chosen, OutsideTool) and chosen.checks_arguments:
+            return None
+        return complaint(tool, chosen.parameters, arguments)
 
     async def _run(self, tool: str, arguments: Mapping[str, Any], index: int) -> ToolResult:
+        chosen = self.tools[tool]
+        if isinstance(chosen, OutsideTool):
+            return await self._outside.call(chosen, arguments, f"call-{index}")
         started = time.perf_counter()
         sandbox = await self._open()
-        failed = await self._set_up(sandbox, self.tools[tool], index)
+        failed = await self._set_up(sandbox, chosen.needs, index)
         if failed is not None:
             return failed
         self._calls_run += 1
@@ -118,9 +132,23 @@ class Workbench:
             self.sandbox_id = self._sandbox.sandbox_id
         return self._sandbox
 
-    async def _set_up(self, sandbox: Sandbox, tool: Tool, index: int) -> ToolResult | None:
-        """Put what the tool needs of the world into the sandbox, once. The failed result, if the agent spoilt it."""
-        missing = sorted(tool.needs - self._parts_set_up)
+    async def _get_file(self, path: str) -> bytes:
+        return await (await self._open_with_files()).get(path)
+
+    async def _put_file(self, path: str, data: bytes) -> None:
+        await (await self._open_with_files()).put(path, data)
+
+    async def _open_with_files(self) -> Sandbox:
+        """The sandbox with the world's files in it, for a tool outside. OSError when the agent spoilt it."""
+        sandbox = await self._open()
+        failed = await self._set_up(sandbox, frozenset({"files"}), self._calls - 1)
+        if failed is not None:
+            raise OSError(failed.content)
+        return sandbox
+
+    async def _set_up(self, sandbox: Sandbox, needs: frozenset[str], index: int) -> ToolResult | None:
+        """Put what a tool needs of the world into the sandbox, once. The failed result, if the agent spoilt it."""
+        missing = sorted(needs - self._parts_set_up)
         self._parts_set_up.update(missing)
         parts = {name: part for name in missing if (part := self.world.part(name))}
         if not parts:

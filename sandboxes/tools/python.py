@@ -1,6 +1,12 @@
 """The tool `python`: a notebook cell in the sandbox."""
 
+import traceback
+from typing import Any
+
 from sandboxes.tools.tool import ToolError, tool
+
+MESSAGE_CHARACTERS_MAX = 2_000
+FRAMES_MAX = 6
 
 
 @tool(needs=frozenset({"files"}))
@@ -9,19 +15,66 @@ def python(code: str) -> str:
 
     code: Python source, one or more lines
     """
-    import ast
+    import _ast  # not ast: it takes as long to import as a sandbox to open
 
     namespace = globals().setdefault("cell_namespace", {"__name__": "__main__"})
+    cells = globals().setdefault("cells", {})
+    cell = f"<cell {len(cells) + 1}>"
+    cells[cell] = code
     try:
-        tree = ast.parse(code, "<cell>")
-        last = tree.body[-1] if tree.body else None
-        if not isinstance(last, ast.Expr):
-            exec(compile(tree, "<cell>", "exec"), namespace)
+        # dont_inherit: this text has a __future__ of its own, which the agent did not ask for
+        tree: Any = compile(code, cell, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
+        exec(compile(tree, cell, "exec", dont_inherit=True), namespace)
+        if last is None:
             return ""
-        tree.body.pop()
-        exec(compile(tree, "<cell>", "exec"), namespace)
-        value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), namespace)
+        value = eval(compile(_ast.Expression(last.value), cell, "eval", dont_inherit=True), namespace)
         return "" if value is None else repr(value)
     except BaseException as error:  # SystemExit too: leaving a cell must not end the session
-        text = str(error)
-        raise ToolError(f"{type(error).__name__}: {text}" if text else type(error).__name__) from None
+        raise ToolError(explanation(error, cell, cells, namespace)) from None
+
+
+def explanation(error: BaseException, cell: str, cells: dict[str, str], namespace: dict[str, object]) -> str:
+    """The error as Python says it, then the lines of cells that led to it. The only line of a cell needs no telling."""
+    try:
+        text = str(error.msg if isinstance(error, SyntaxError) else error)[:MESSAGE_CHARACTERS_MAX]
+    except BaseException:  # the agent's own class may fail to describe itself
+        text = "(its text cannot be shown)"
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    said += similar_name(error, namespace)
+    if isinstance(error, SyntaxError) and error.filename == cell:
+        return f"{said}\n  line {error.lineno}: {(error.text or '').strip()}"
+    frames = frames_of_cells(error, cells)
+    if len(frames) == 1 and len(cells[cell].strip().splitlines()) == 1:
+        return said
+    lines = [frame_line(frame, cell) for frame in frames]
+    if len(lines) > FRAMES_MAX:
+        lines[2 : 2 - FRAMES_MAX] = [f"  … {len(lines) - FRAMES_MAX} more"]
+    return "\n".join([said, *lines])
+
+
+def frames_of_cells(error: BaseException, cells: dict[str, str]) -> list[traceback.FrameSummary]:
+    """The frames of the agent's own code, with their lines. Those of libraries and of this tool tell it nothing."""
+    import linecache
+    import traceback
+
+    for cell, code in cells.items():
+        linecache.cache[cell] = (len(code), None, code.splitlines(keepends=True), cell)
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in cells]
+
+
+def frame_line(frame: traceback.FrameSummary, cell: str) -> str:
+    place = f"line {frame.lineno}" if frame.filename == cell else f"line {frame.lineno} of {frame.filename.strip('<>')}"
+    inside = "" if frame.name == "<module>" else f", in {frame.name}"
+    return f"  {place}{inside}: {(frame.line or '')[:200]}"
+
+
+def similar_name(error: BaseException, namespace: dict[str, object]) -> str:
+    """`; did you mean 'total'?` for a name that is not defined but nearly."""
+    if not isinstance(error, NameError) or not isinstance(error.name, str):
+        return ""
+    import builtins
+    import difflib
+
+    close = difflib.get_close_matches(error.name, [*namespace, *dir(builtins)], 1)
+    return f"; did you mean {close[0]!r}?" if close else ""

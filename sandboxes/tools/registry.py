@@ -2,20 +2,49 @@
 
 from collections.abc import Iterable
 
+from sandboxes.outside.contract import OutsideTool
+from sandboxes.tools.audio import audio_info, audio_text, audio_trim
+from sandboxes.tools.calculator import calculator
+from sandboxes.tools.documents import read_document
+from sandboxes.tools.excel import excel_chart, excel_read, excel_write
+from sandboxes.tools.files import edit_file, list_files, read_file, search_files, write_file
+from sandboxes.tools.image import image_info, image_text
 from sandboxes.tools.kv import kv
 from sandboxes.tools.python import python
 from sandboxes.tools.sql import sql
+from sandboxes.tools.terminal import terminal
 from sandboxes.tools.tool import Tool
 
-SHIPPED: dict[str, Tool] = {tool.name: tool for tool in (sql, kv, python)}
+FAMILIES: dict[str, tuple[Tool, ...]] = {
+    "files": (read_file, write_file, edit_file, list_files, search_files),
+    "excel": (excel_read, excel_write, excel_chart),
+    "documents": (read_document,),
+    "image": (image_info, image_text),
+    "audio": (audio_info, audio_trim, audio_text),
+}
+"""A family stands for its tools wherever tools are named."""
+
+SHIPPED: dict[str, Tool] = {
+    tool.name: tool
+    for tool in (sql, kv, python, terminal, calculator, *(tool for family in FAMILIES.values() for tool in family))
+}
 
 
 def toolset(names: Iterable[str], own: Iterable[Tool] = ()) -> dict[str, Tool]:
-    """The named tools, in the order of the names. ValueError, with all known names, for one that does not exist."""
-    known = SHIPPED | {tool.name: tool for tool in own}
+    """The named tools, in the order of the names; the name of a family stands for all of it. ValueError, with all known
+    names, for one that does not exist."""
+    own = tuple(own)
+    known = {name: (tool,) for name, tool in SHIPPED.items()} | FAMILIES | {tool.name: (tool,) for tool in own}
+    known |= families_outside(own)
     chosen: dict[str, Tool] = {}
     for name in names:
         if name not in known:
             raise ValueError(f"there is no tool {name!r}; known tools: {', '.join(sorted(known))}")
-        chosen[name] = known[name]
+        chosen.update({tool.name: tool for tool in known[name]})
     return chosen
+
+
+def families_outside(tools: Iterable[Tool]) -> dict[str, tuple[Tool, ...]]:
+    """Tools that work outside the sandbox name their family themselves: which they are is known only when it runs."""
+    outside = [tool for tool in tools if isinstance(tool, OutsideTool)]
+    return {tool.family: tuple(each for each in outside if each.family == tool.family) for tool in outside}

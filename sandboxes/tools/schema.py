@@ -1,6 +1,8 @@
 """JSON schemas of tool arguments: made from a signature, and used to tell an agent what is wrong. Pure."""
 
+import difflib
 import inspect
+import json
 import re
 import types
 import typing
@@ -20,7 +22,8 @@ PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def parameters_of(function: Callable[..., Any], documentation: str) -> dict[str, Any]:
-    """The JSON schema of a function's arguments. Lines `name: text` of the documentation describe them."""
+    """The JSON schema of a function's arguments. Lines `name: text` of the documentation describe them; a line that is
+    indented goes on with the one above."""
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -28,19 +31,21 @@ def parameters_of(function: Callable[..., Any], documentation: str) -> dict[str,
         if name not in hints:
             raise TypeError(f"{function.__name__}: the argument {name} has no type")
         properties[name] = schema_of(hints[name], f"{function.__name__}.{name}")
-        described = re.search(rf"^\s*{re.escape(name)}: (.+)$", documentation, re.MULTILINE)
+        described = re.search(rf"^\s*{re.escape(name)}: (.+(?:\n[ \t]+\S.*)*)$", documentation, re.MULTILINE)
         if described:
-            properties[name]["description"] = described.group(1)
+            properties[name]["description"] = " ".join(described.group(1).split())
         if parameter.default is inspect.Parameter.empty:
             required.append(name)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """Schema of one type: str, int, float, bool, dict, list of such, or one of these or None."""
+    """Schema of one type: str, int, float, bool, dict, a Literal of strings, list of such, or one of these or None."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in TYPE_NAMES:
         return {"type": TYPE_NAMES[hint]}
+    if origin is typing.Literal and all(isinstance(argument, str) for argument in arguments):
+        return {"type": "string", "enum": list(arguments)}
     if origin is dict:
         return {"type": "object"}
     if hint is list or origin is list:
@@ -48,8 +53,10 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
     if origin in (typing.Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
         (inner,) = (argument for argument in arguments if argument is not type(None))
         schema = schema_of(inner, where)
+        if "enum" in schema:
+            schema["enum"].append(None)
         return {**schema, "type": [schema["type"], "null"]}
-    raise TypeError(f"{where}: {hint!r} has no JSON schema here (str, int, float, bool, dict, list, or | None)")
+    raise TypeError(f"{where}: {hint!r} has no JSON schema here (str, int, float, bool, dict, list, Literal or | None)")
 
 
 def complaint(name: str, parameters: Mapping[str, Any], arguments: Any) -> str | None:
@@ -63,9 +70,11 @@ def complaint(name: str, parameters: Mapping[str, Any], arguments: Any) -> str |
             return f"missing argument {required!r}; {usage}"
     for key, value in arguments.items():
         if key not in properties:
-            return f"unknown argument {key!r}; {usage}"
+            close = difflib.get_close_matches(str(key), properties, 1)
+            return f"unknown argument {key!r}{f', did you mean {close[0]!r}?' if close else ''}; {usage}"
         if not fits(value, properties[key]):
-            return f"argument {key!r} must be {type_text(properties[key])}, not {json_type(value)}; {usage}"
+            said = repr(value) if "enum" in properties[key] and isinstance(value, str) else json_type(value)
+            return f"argument {key!r} must be {type_text(properties[key])}, not {said[:100]}; {usage}"
     return None
 
 
@@ -80,6 +89,8 @@ def usage_of(parameters: Mapping[str, Any]) -> str:
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     """Whether a JSON value is of the schema's type. True and False are no numbers."""
+    if "enum" in schema:
+        return value in schema["enum"]
     expected = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
     if isinstance(value, bool):
         return "boolean" in expected
@@ -91,6 +102,8 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def type_text(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return " or ".join(json.dumps(value) for value in schema["enum"])
     return schema["type"] if isinstance(schema["type"], str) else " or ".join(schema["type"])
 
 

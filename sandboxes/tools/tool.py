@@ -1,21 +1,20 @@
 """What a tool is, and `@tool`, which makes one of a typed function.
 
-The function's source is shipped into the sandbox and runs there, by the system's Python, so it must be self-contained:
-it imports what it needs inside its body, uses no name of its module but `ToolError`, and returns a str (or something
-JSON can say). `globals()` inside it lives as long as the session, if it wants to remember something. What it prints
-comes before what it returns. `raise ToolError("not found")` answers `error: not found`, an agent error that should help
-the agent; any other exception is an error of the tool.
+The function's source is shipped into the sandbox and runs there, by the system's Python. The functions, classes and
+constants of its file that it uses go with it (sandboxes.tools.shipping); modules it imports inside its body. It returns
+a str (or something JSON can say). `globals()` inside it lives as long as the session, if it wants to remember something.
+What it prints comes before what it returns. `raise ToolError("not found")` answers `error: not found`, an agent error
+that should help the agent: what was wrong, and what to do next. Any other exception is an error of the tool.
 """
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any, overload
 
 import msgspec
 
 from sandboxes.tools.schema import parameters_of
+from sandboxes.tools.shipping import shipped_source
 
 EVERYTHING = frozenset({"files", "tables", "keys"})
 
@@ -56,10 +55,10 @@ def tool(
     needs: frozenset[str] = EVERYTHING,
     call_timeout_seconds: float | None = None,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
-    """Make a Tool of a self-contained function: schema from its signature, description from its docstring.
+    """Make a Tool of a function: schema from its signature, description from its docstring.
 
-    The docstring's first paragraph describes the tool; a later line `name: text` describes that argument.
-    TypeError for an argument whose type has no JSON schema here."""
+    The docstring's first paragraph describes the tool; a later line `name: text` describes that argument. TypeError for
+    an argument whose type has no JSON schema here, and for a name that would be missing in the sandbox."""
 
     def make(function: Callable[..., Any]) -> Tool:
         documentation = inspect.getdoc(function) or ""
@@ -73,15 +72,3 @@ def tool(
         )
 
     return make if function is None else make(function)
-
-
-def shipped_source(function: Callable[..., Any]) -> str:
-    """The function's own text without decorators. Its annotations stay unevaluated: their names do not exist inside.
-
-    Text, not ast.unparse, which may write f-strings that only the newest Python can read."""
-    text = textwrap.dedent(inspect.getsource(function))
-    definition = ast.parse(text).body[0]
-    if not isinstance(definition, ast.FunctionDef):
-        raise TypeError(f"{function.__name__} is not a plain function")
-    lines = text.splitlines()[definition.lineno - 1 :]
-    return "\n".join(["from __future__ import annotations", *lines, ""])

@@ -13,6 +13,8 @@ import msgspec
 
 type Kind = Literal["busy", "latency", "stale", "truncate", "pagination", "partial"]
 BUSY_CONTENT = "error: busy"
+_DIGITS_MAX = 1000
+"Python refuses to read numbers of more than 4,300 digits, and an agent can make a tool print one."
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -33,10 +35,24 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """partial: each line is missing with this probability."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.probability <= 1.0:
-            raise ValueError(f"probability of {self.kind} must be between 0 and 1, not {self.probability}")
+        for name, (lowest, highest) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not lowest <= value <= highest:
+                raise ValueError(f"{name} of {self.kind} must be between {lowest:g} and {highest:g}, not {value}")
         if self.match is not None:
-            re.compile(self.match)
+            try:
+                re.compile(self.match)
+            except re.error as error:  # no ValueError: it would end the program that reads the world
+                raise ValueError(f"match of {self.kind} is no regular expression: {error}") from error
+
+
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "probability": (0, 1),
+    "milliseconds_max": (0, 600_000),
+    "characters_max": (0, 2**31),
+    "lines_per_page": (1, 2**31),
+    "lines_lost_share": (0, 1),
+}
 
 
 class Trouble(msgspec.Struct, frozen=True):
@@ -111,20 +127,20 @@ def record(trouble: Trouble, changed_by: Sequence[int], original: str | None) ->
 
 
 def stale(content: str, seed: int, call_index: int, rule_index: int) -> str:
-    """Every run of digits becomes another number of as many digits."""
+    """Every run of digits becomes another number of as many digits; of a very long one only the beginning changes."""
     position = 0
 
     def another(found: re.Match[str]) -> str:
         nonlocal position
         position += 1
-        digits = found.group()
+        digits, rest = found.group()[:_DIGITS_MAX], found.group()[_DIGITS_MAX:]
         lowest = 0 if len(digits) == 1 else 10 ** (len(digits) - 1)
         count = 10 ** len(digits) - lowest
         old = int(digits) - lowest
         offset = integer(seed, call_index, rule_index, f"digits {position}", len(digits) + 8)
         if old < 0:  # leading zeros: any number of that length differs from it
-            return str(lowest + offset % count)
-        return str(lowest + (old + 1 + offset % (count - 1)) % count)
+            return str(lowest + offset % count) + rest
+        return str(lowest + (old + 1 + offset % (count - 1)) % count) + rest
 
     return re.sub(r"[0-9]+", another, content)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from typing import Any
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
@@ -25,13 +26,23 @@ class Table(msgspec.Struct, frozen=True):
                 raise ValueError(f"a row of {len(row)} cells in a table of {len(self.columns)} columns: {row}")
 
 
-class World(msgspec.Struct, frozen=True, kw_only=True):
+class Binary(msgspec.Struct, frozen=True):
+    """A file that is not text. In JSON it is {"base64": "…"}."""
+
+    base64: bytes
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All fields but the name may be empty. Paths of files are relative to /work."""
 
     name: str
-    files: dict[str, str] = {}
+    files: dict[str, str | Binary] = {}
     tables: dict[str, Table] = {}
     keys: dict[str, str | int | float] = {}
+    pages: dict[str, str] = {}
+    """By http or https address: what the browser finds there. The ending of the path gives the media type, else HTML."""
+    corpus: dict[str, str] = {}
+    """By title: the documents that search finds."""
     perturbations: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -41,9 +52,11 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
         for path in self.files:
             if path.startswith("/") or ".." in path.split("/"):
                 raise ValueError(f"the path {path!r} leaves /work")
+        for url in self.pages:
+            plain_url(url)
 
     def to_json(self) -> str:
-        """One text for one world: keys sorted, no spaces, defaults left out of rules."""
+        """One text for one world: keys sorted, no spaces, defaults left out."""
         return msgspec.json.encode(self, order="deterministic").decode()
 
     @property
@@ -56,6 +69,16 @@ class World(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.to_builtins(getattr(self, name))  # type: ignore[no-any-return]
 
 
+def plain_url(url: str) -> str:
+    """One text for one address: lower-case host, a path, no default port, no fragment. ValueError if it is no web page's."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError(f"the page {url!r} needs an address such as http://shop.example/")
+    port = f":{parts.port}" if parts.port not in (None, 80 if parts.scheme == "http" else 443) else ""
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return urlunsplit((parts.scheme, host + port, quote(parts.path or "/", safe="/%:@!$&'()*+,;=~"), parts.query, ""))
+
+
 def world_from_json(text: str | bytes) -> World:
     """msgspec.ValidationError, with the place, when the text is no world."""
     return msgspec.json.decode(text, type=World)
@@ -63,17 +86,18 @@ def world_from_json(text: str | bytes) -> World:
 
 @tool
 def set_up_world(
-    files: dict[str, str] | None = None, tables: dict[str, Any] | None = None, keys: dict[str, Any] | None = None
+    files: dict[str, Any] | None = None, tables: dict[str, Any] | None = None, keys: dict[str, Any] | None = None
 ) -> None:
     """Put parts of a world into the sandbox. Called by the workbench, never listed to an agent."""
+    import base64
     import os
     import sqlite3
 
     try:
-        for path, text in (files or {}).items():
+        for path, content in (files or {}).items():
             os.makedirs(os.path.dirname(f"/work/{path}"), exist_ok=True)
-            with open(f"/work/{path}", "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(f"/work/{path}", "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else base64.b64decode(content["base64"]))
         if keys:
             os.makedirs("/work/kv", exist_ok=True)
             folder = os.open("/work/kv", os.O_RDONLY | os.O_DIRECTORY)

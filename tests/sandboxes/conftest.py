@@ -2,12 +2,17 @@
 
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend, BubblewrapSandbox
+from sandboxes.backends.bubblewrap import BubblewrapBackend
+from sandboxes.backends.channel import RunnerSandbox
+from sandboxes.libraries import LIBRARIES
 from sandboxes.limits import MEBIBYTE, Limits
+from sandboxes.protocol import ToolResult
 from sandboxes.tools.registry import SHIPPED
+from sandboxes.tools.schema import complaint
 from sandboxes.worlds.world import WORLD_TOOLS
 
 LIMITS = Limits(
@@ -28,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without bubblewrap the tests that need it say so."""
     if shutil.which("bwrap") is None:
         for item in items:
-            if {"sandbox", "backend"} & set(getattr(item, "fixturenames", ())):
+            if {"sandbox", "backend", "equipped_sandbox"} & set(getattr(item, "fixturenames", ())):
                 item.add_marker(pytest.mark.skip(reason="bubblewrap is not installed"))
 
 
@@ -38,21 +43,21 @@ def backend() -> BubblewrapBackend:
 
 
 @pytest.fixture(scope="session")
-async def shared_sandbox(backend: BubblewrapBackend) -> AsyncIterator[BubblewrapSandbox]:
+async def shared_sandbox(backend: BubblewrapBackend) -> AsyncIterator[RunnerSandbox]:
     sandbox = await backend.open(0)
     yield sandbox
     await sandbox.close()
 
 
 @pytest.fixture
-async def sandbox(shared_sandbox: BubblewrapSandbox) -> AsyncIterator[BubblewrapSandbox]:
+async def sandbox(shared_sandbox: RunnerSandbox) -> AsyncIterator[RunnerSandbox]:
     """Clean before and after: a test that soils it for good fails here."""
     yield shared_sandbox
     assert await shared_sandbox.reset()
 
 
 @pytest.fixture
-def run(sandbox: BubblewrapSandbox) -> Run:
+def run(sandbox: RunnerSandbox) -> Run:
     """Run code by the python tool and return what the agent sees."""
     calls = iter(range(1_000_000))
 
@@ -60,3 +65,30 @@ def run(sandbox: BubblewrapSandbox) -> Run:
         return (await sandbox.call("python", {"code": code}, f"run-{next(calls)}")).content
 
     return run_code
+
+
+type Call = Callable[..., Awaitable[ToolResult]]
+
+
+@pytest.fixture(scope="session")
+async def equipped_sandbox() -> AsyncIterator[RunnerSandbox]:
+    """With the libraries of the tools, under the limits that a worker sets."""
+    known = SHIPPED | WORLD_TOOLS
+    sandbox = await BubblewrapBackend(
+        known, leases_per_sandbox_max=10_000, first_uid=310_000, libraries=LIBRARIES
+    ).open(0)
+    yield sandbox
+    await sandbox.close()
+
+
+@pytest.fixture
+async def call(equipped_sandbox: RunnerSandbox) -> AsyncIterator[Call]:
+    """Call a tool in the equipped sandbox: `await call("read_file", path="notes.txt")`."""
+    calls = iter(range(1_000_000))
+
+    async def call_tool(tool: str, **arguments: Any) -> ToolResult:
+        assert complaint(tool, SHIPPED[tool].parameters, arguments) is None
+        return await equipped_sandbox.call(tool, arguments, f"call-{next(calls)}")
+
+    yield call_tool
+    assert await equipped_sandbox.reset()

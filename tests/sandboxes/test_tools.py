@@ -1,16 +1,21 @@
 """Every tool on real data, through a workbench and a real sandbox where it needs one."""
 
 from collections.abc import AsyncIterator
+from typing import Literal
 
+import msgspec
 import pytest
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend, BubblewrapSandbox
+from sandboxes.backends.bubblewrap import BubblewrapBackend
+from sandboxes.backends.channel import RunnerSandbox
 from sandboxes.limits import Limits
 from sandboxes.pool import Pool
 from sandboxes.protocol import SandboxUnavailable
 from sandboxes.tools.answer import answer_in
+from sandboxes.tools.python import python
 from sandboxes.tools.registry import SHIPPED, toolset
 from sandboxes.tools.schema import complaint
+from sandboxes.tools.sql import sql
 from sandboxes.tools.tool import Tool, ToolError, tool
 from sandboxes.workbench import Workbench
 from sandboxes.worlds.world import WORLD_TOOLS, Table, World
@@ -25,10 +30,18 @@ WORLD = World(
 
 
 @tool
-def repeat(text: str, times: int = 2, upper: bool = False, tags: list[str] | None = None) -> str:
+def repeat(
+    text: str,
+    times: int = 2,
+    upper: bool = False,
+    tags: list[str] | None = None,
+    voice: Literal["soft", "harsh"] | None = None,
+) -> str:
     """Say a text several times.
 
     text: what to say
+    voice: how it sounds,
+        on a good day
     """
     import json
 
@@ -72,7 +85,17 @@ async def bench(pool: Pool) -> AsyncIterator[Workbench]:
         ("exit(3)", "error: SystemExit: 3"),
         ("raise KeyboardInterrupt", "error: KeyboardInterrupt"),
         ("open('missing')", "error: FileNotFoundError: [Errno 2] No such file or directory: 'missing'"),
-        ("2 +", "error: SyntaxError: invalid syntax (<cell>, line 1)"),
+        ("2 +", "error: SyntaxError: invalid syntax\n  line 1: 2 +"),
+        ("x = 1\n1/0", "error: ZeroDivisionError: division by zero\n  line 2: 1/0"),
+        ("total = 1\ntotl", "error: NameError: name 'totl' is not defined; did you mean 'total'?\n  line 2: totl"),
+        (
+            "import json\njson.loads('')",
+            "error: JSONDecodeError: Expecting value: line 1 column 1 (char 0)\n  line 2: json.loads('')",
+        ),
+        (
+            "class E(Exception):\n  def __str__(self): return 1\nraise E",
+            "error: E: (its text cannot be shown)\n  line 3: raise E",
+        ),
     ],
 )
 async def test_python(run: Run, code: str, content: str) -> None:
@@ -84,7 +107,29 @@ async def test_python_remembers_names_and_functions(run: Run) -> None:
     assert await run("twice(11)") == "42"
 
 
-async def test_python_error_is_the_agents(sandbox: BubblewrapSandbox) -> None:
+async def test_python_error_names_the_lines_of_earlier_cells(run: Run) -> None:
+    await run("def twice(n):\n    return n * 2 / 0")
+    assert await run("twice(11)") == (
+        "error: ZeroDivisionError: division by zero\n  line 1: twice(11)\n  line 2 of cell 1, in twice: return n * 2 / 0"
+    )
+
+
+async def test_python_error_of_a_deep_recursion_stays_short(run: Run) -> None:
+    said = await run("def down(n):\n    return down(n + 1)\ndown(0)")
+    assert said.startswith("error: RecursionError: maximum recursion depth exceeded\n  line 3: down(0)\n")
+    assert len(said.splitlines()) == 8
+    assert " more\n" in said
+
+
+async def test_python_long_error_text_is_cut(run: Run) -> None:
+    assert len(await run("raise ValueError('x' * 100_000)")) < 2_100
+
+
+async def test_python_cells_have_no_future_of_the_tool(run: Run) -> None:
+    assert await run("class P:\n    x: int\nP.__annotations__") == "{'x': <class 'int'>}"
+
+
+async def test_python_error_is_the_agents(sandbox: RunnerSandbox) -> None:
     result = await sandbox.call("python", {"code": "1/0"}, "k")
     assert (result.is_error, result.error_kind) == (True, "agent")
 
@@ -97,15 +142,39 @@ async def test_python_error_is_the_agents(sandbox: BubblewrapSandbox) -> None:
         ("select name, orders from items where name='valve'", "valve|NULL"),
         ("select orders from items where name='panel'", "error: not found"),
         ("select price from items where name='pane'", "error: not found"),
-        ("select cost from items", "error: no such column: cost"),
+        ("select cost from items", "error: no such column: cost; the tables are items(name, price, orders)"),
+        ("select price from item", "error: no such table: item; the tables are items(name, price, orders)"),
         ("selec price", 'error: near "selec": syntax error'),
         ("select 1; select 2", "error: You can only execute one statement at a time."),
-        ("insert into items values ('x', 1, 1)", "error: attempt to write a readonly database"),
+        (
+            "insert into items values ('x', 1, 1)",
+            "error: attempt to write a readonly database: only SELECT is possible",
+        ),
         ("attach '/work/other.db' as other", "error: not authorized"),
     ],
 )
 async def test_sql(bench: Workbench, query: str, content: str) -> None:
     assert (await bench.call("sql", {"query": query})).content == content
+
+
+async def test_sql_says_that_there_are_more_rows(bench: Workbench) -> None:
+    query = "with recursive n(i) as (select 1 union all select i + 1 from n where i < 1500) select i from n"
+    lines = (await bench.call("sql", {"query": query})).content.splitlines()
+    assert lines[999:] == ["1000", "[the first 1000 rows are shown: use WHERE, LIMIT or an aggregate]"]
+
+
+async def test_sql_that_takes_too_long_ends_without_the_session() -> None:
+    hasty = msgspec.structs.replace(sql, source=sql.source.replace("SECONDS_MAX = 8.0", "SECONDS_MAX = 0.2"))
+    backend = BubblewrapBackend({"sql": hasty, "python": python} | WORLD_TOOLS, first_uid=302_100)
+    async with (
+        Pool(backend, size=1) as pool,
+        Workbench(pool, toolset(["sql", "python"]), WORLD, seed=1, owner="test") as bench,
+    ):
+        await bench.call("python", {"code": "kept = 1"})
+        query = "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
+        observation = await bench.call("sql", {"query": query})
+        assert observation.content == "error: the query took more than 0.2 s: ask for less, or join on fewer rows"
+        assert (await bench.call("python", {"code": "kept"})).content == "1"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +194,7 @@ async def test_kv(bench: Workbench, key: str, content: str) -> None:
 
 async def test_kv_follows_no_link(bench: Workbench) -> None:
     await bench.call("kv", {"key": "panel.stock"})
-    await bench.call("python", {"code": "import os; os.symlink('/runner.py', '/work/kv/link')"})
+    await bench.call("python", {"code": "import os; os.symlink('/runner.pyc', '/work/kv/link')"})
     assert (await bench.call("kv", {"key": "link"})).content == "error: not found"
 
 
@@ -157,6 +226,11 @@ def test_schema_comes_from_signature_and_docstring() -> None:
             "times": {"type": "integer"},
             "upper": {"type": "boolean"},
             "tags": {"type": ["array", "null"], "items": {"type": "string"}},
+            "voice": {
+                "type": ["string", "null"],
+                "enum": ["soft", "harsh", None],
+                "description": "how it sounds, on a good day",
+            },
         },
         "required": ["text"],
         "additionalProperties": False,
@@ -184,7 +258,12 @@ async def test_tool_that_does_not_compile_inside_is_named() -> None:
         ({"text": 5}, "argument 'text' must be string, not integer"),
         ({"text": "a", "times": True}, "argument 'times' must be integer, not boolean"),
         ({"text": "a", "tags": [1]}, "argument 'tags' must be array or null"),
-        ({"text": "a", "colour": "red"}, "unknown argument 'colour'"),
+        ({"text": "a", "colour": "red"}, "unknown argument 'colour'; repeat takes"),
+        ({"text": "a", "tag": []}, "unknown argument 'tag', did you mean 'tags'?; repeat takes"),
+        (
+            {"text": "a", "voice": "loud"},
+            "argument 'voice' must be \"soft\" or \"harsh\" or null, not 'loud'; repeat takes",
+        ),
         ("text", "arguments must be a JSON object"),
     ],
 )
@@ -215,8 +294,23 @@ async def test_hidden_tools_stay_hidden(bench: Workbench) -> None:
 
 def test_toolset_names_what_it_knows() -> None:
     assert list(toolset(["kv", "sql"])) == ["kv", "sql"]
-    with pytest.raises(ValueError, match="there is no tool 'search'; known tools: kv, python, sql"):
-        toolset(["search"])
+    with pytest.raises(
+        ValueError, match=r"there is no tool 'abacus'; known tools: audio, audio_info, .*, sql, terminal"
+    ):
+        toolset(["abacus"])
+
+
+def test_a_family_stands_for_its_tools() -> None:
+    assert list(toolset(["python", "files"])) == [
+        *("python", "read_file", "write_file", "edit_file", "list_files", "search_files")
+    ]
+
+
+def test_every_argument_of_every_shipped_tool_is_described() -> None:
+    for shipped in SHIPPED.values():
+        assert shipped.description, shipped.name
+        for name, schema in shipped.parameters["properties"].items():
+            assert schema.get("description"), f"{shipped.name}.{name}"
 
 
 @pytest.mark.parametrize(

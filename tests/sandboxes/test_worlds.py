@@ -47,6 +47,11 @@ def test_plain_json_is_a_world() -> None:
         '{"name": "w", "tables": {"t": {"columns": ["a"], "rows": [[1, 2]]}}}',
         '{"name": "w", "perturbations": [{"kind": "flood", "tools": []}]}',
         '{"name": "w", "perturbations": [{"kind": "busy", "tools": [], "probability": 2}]}',
+        '{"name": "w", "perturbations": [{"kind": "stale", "tools": [], "match": "("}]}',
+        '{"name": "w", "perturbations": [{"kind": "pagination", "tools": [], "lines_per_page": 0}]}',
+        '{"name": "w", "perturbations": [{"kind": "truncate", "tools": [], "characters_max": -1}]}',
+        '{"name": "w", "perturbations": [{"kind": "latency", "tools": [], "milliseconds_max": 1e12}]}',
+        '{"name": "w", "perturbations": [{"kind": "partial", "tools": [], "lines_lost_share": -0.1}]}',
     ],
 )
 def test_impossible_worlds_are_refused(text: str) -> None:
@@ -64,6 +69,13 @@ def test_stale_changes_every_integer_and_no_length(content: str, seed: int) -> N
     for old, new in zip(re.findall("[0-9]+", content), re.findall("[0-9]+", changed), strict=True):
         assert old != new
         assert len(old) == len(new)
+
+
+def test_a_number_that_python_would_not_read_becomes_another_of_its_length() -> None:
+    changed = stale("9" * 5000, 1, 0, 0)
+    assert changed != "9" * 5000
+    assert len(changed) == 5000
+    assert changed.isdecimal()
 
 
 def test_rates_are_as_asked_and_draws_are_independent() -> None:
@@ -106,9 +118,9 @@ def test_truncate_pagination_partial() -> None:
     assert set(kept) < set(lines.split("\n"))
 
 
-async def observe(seed: int, rules: tuple[Rule, ...], calls: int) -> list[Observation]:
+async def observe(seed: int, rules: tuple[Rule, ...], calls: int, answer: str = "685") -> list[Observation]:
     def look_up(arguments: Arguments) -> str:
-        return "685"
+        return answer
 
     backend = ScriptedBackend({"kv": look_up, "set_up_world": lambda arguments: ""})
     world = msgspec.structs.replace(WORLD, perturbations=rules)
@@ -135,6 +147,47 @@ async def test_perturbation_is_recorded_with_its_original() -> None:
     assert changed.perturbation == {"applied": [{"rule": 0, "kind": "stale"}], "original": "685"}
     (calm,) = await observe(1, (), 1)
     assert (calm.content, calm.perturbation) == ("685", None)
+
+
+LINES = "\n".join(f"row {number}" for number in range(8))
+
+
+@pytest.mark.parametrize(
+    ("rule", "shown"),
+    [
+        (Rule(kind="truncate", tools=("kv",), characters_max=7), "row 0\nr"),
+        (
+            Rule(kind="pagination", tools=("kv",), lines_per_page=2),
+            "row 0\nrow 1\n[page 1 of 4; call again for the next]",
+        ),
+        (Rule(kind="partial", tools=("kv",), lines_lost_share=1.0), ""),
+    ],
+)
+async def test_what_was_cut_away_is_recorded_with_its_rule_and_original(rule: Rule, shown: str) -> None:
+    calm = Rule(kind="stale", tools=("sql",))
+    (observation,) = await observe(1, (calm, rule), 1, LINES)
+    assert (observation.content, observation.is_error) == (shown, False)
+    assert observation.perturbation == {"applied": [{"rule": 1, "kind": rule.kind}], "original": LINES}
+
+
+async def test_a_rule_that_changed_nothing_is_not_recorded() -> None:
+    rules = (Rule(kind="truncate", tools=("kv",), characters_max=7), Rule(kind="pagination", tools=("kv",)))
+    (observation,) = await observe(1, rules, 1, "one")
+    assert (observation.content, observation.perturbation) == ("one", None)
+
+
+async def test_rules_apply_in_order_and_all_are_recorded() -> None:
+    rules = (
+        Rule(kind="stale", tools=("kv",)),
+        Rule(kind="latency", tools=("kv",), milliseconds_max=1.0),
+        Rule(kind="truncate", tools=("kv",), characters_max=5),
+    )
+    (observation,) = await observe(1, rules, 1, LINES)
+    assert observation.content == stale(LINES, 1, 0, 0)[:5]
+    assert observation.perturbation is not None
+    kinds = [entry.get("kind") for entry in observation.perturbation["applied"]]
+    assert kinds == ["stale", "latency", "truncate", None], "the last entry tells the wait"
+    assert observation.perturbation["original"] == LINES
 
 
 async def test_latency_is_drawn_and_recorded() -> None:

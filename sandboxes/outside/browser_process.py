@@ -1,0 +1,89 @@
+"""One Chromium in its jail: a network namespace with nothing in it but loopback, and one Unix socket, the proxy's."""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+from playwright.async_api import Browser as Chromium
+from playwright.async_api import Error as PlaywrightError
+from playwright.async_api import Playwright
+
+from sandboxes.outside.config import BrowserSettings
+from sandboxes.outside.contract import OutsideFailed
+from sandboxes.outside.jail import Jail
+from sandboxes.outside.page_proxy import PageProxy
+
+PROXY_PORT = 3128
+START_TIMEOUT_SECONDS = 60.0
+CLOSE_TIMEOUT_SECONDS = 10.0
+ARGUMENTS = (
+    "--proxy-bypass-list=<-loopback>",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--disable-quic",
+)
+
+
+class BrowserProcess:
+    """One Chromium in its jail, with its proxy."""
+
+    def __init__(self, settings: BrowserSettings) -> None:
+        self.settings = settings
+        self.proxy = PageProxy(settings.allow)
+        self.sessions = 0
+        self.rollouts_left = settings.rollouts_per_browser_max
+        self.chromium: Chromium | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="browser-"))
+
+    @property
+    def is_alive(self) -> bool:
+        return self.chromium is not None and self.chromium.is_connected()
+
+    async def start(self, playwright: Playwright) -> None:
+        socket_path = self._folder / "proxy"
+        await self.proxy.start(str(socket_path))
+        self._folder.chmod(0o711)
+        socket_path.chmod(0o666)  # the uid of the jail connects; the folder's name is nobody else's business
+        arguments = [*ARGUMENTS, f"--ignore-certificate-errors-spki-list={self.proxy.key_digest}"]
+        try:
+            self.chromium = await playwright.chromium.launch(
+                executable_path=self._launcher(socket_path),
+                args=arguments,
+                chromium_sandbox=self.settings.chromium_sandbox,
+                timeout=START_TIMEOUT_SECONDS * 1000,
+                env={},
+            )
+        except PlaywrightError as error:
+            raise OutsideFailed(f"Chromium did not start: {str(error)[-2000:]}") from error
+
+    async def close(self) -> None:
+        if self.chromium is not None:
+            with contextlib.suppress(PlaywrightError, TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                    await self.chromium.close()
+        await self.proxy.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _launcher(self, socket_path: Path) -> Path:
+        """Playwright starts one file with Chromium's arguments: this one, which puts the jail in front of them."""
+        jail = Jail(
+            hostname="browser",
+            readable=(
+                (str(Path(__file__).with_name("forwarder.py")), "/forwarder.py"),
+                (str(socket_path), "/proxy"),
+                *((folder, folder) for folder in ("/etc/fonts",) if os.path.isdir(folder)),
+            ),
+            nested_namespaces=self.settings.chromium_sandbox,
+            memory_bytes_per_process_max=self.settings.memory_bytes_per_process_max,
+            processes_max=self.settings.processes_max,
+            disk_bytes_max=self.settings.disk_bytes_max,
+        )
+        forwarder = ("/usr/bin/python3", "-I", "/forwarder.py", "/proxy", str(PROXY_PORT))
+        command = shlex.join(jail.command([*forwarder, self.settings.chromium]))
+        launcher = self._folder / "launch"
+        launcher.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        launcher.chmod(0o700)
+        return launcher

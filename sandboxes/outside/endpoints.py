@@ -1,0 +1,203 @@
+"""The tools `ask_image` and `transcribe_audio`: a file of the agent's sandbox is sent to an OpenAI-compatible endpoint.
+
+The file is read through the sandbox's own `get`, which follows no link out of it, and its first bytes decide what it is,
+not its name. A question changes nothing, so an endpoint that is away is asked again, a few times.
+
+Of an endpoint's refusals, those that speak of the request (400, 413, 415, 422) are the agent's error, since it chose the
+file; all others (a wrong key, an unknown model, too many requests, a server that is down) are infra errors.
+
+Not covered: what the endpoint does with the file. It leaves this machine if the endpoint is elsewhere.
+"""
+
+import base64
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import msgspec
+
+from sandboxes.outside.config import EndpointSettings
+from sandboxes.outside.contract import (
+    Answer,
+    MethodSession,
+    OutsideFailed,
+    OutsideTool,
+    ToolFailed,
+    Visit,
+    offered,
+    tools_offered,
+)
+from sandboxes.tools.tool import ToolError
+
+CALL_GRACE_SECONDS = 15.0
+REFUSED_AS_ASKED = frozenset({400, 413, 415, 422})
+COMPLAINT_CHARACTERS_MAX = 300
+QUESTION_CHARACTERS_MAX = 4000
+
+
+class ModelEndpoint:
+    """One model server and the tool that it serves."""
+
+    def __init__(self, settings: EndpointSettings, session: "type[VisionSession] | type[SpeechSession]") -> None:
+        if settings.url is None:
+            raise ValueError("an endpoint needs a url, such as http://127.0.0.1:8001/v1")
+        self.settings = settings
+        self._session = session
+        key = os.environ.get(settings.key_environment, "") if settings.key_environment is not None else ""
+        self._client = httpx.AsyncClient(
+            base_url=settings.url.rstrip("/") + "/",
+            timeout=settings.timeout_seconds,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )
+        timeout_seconds = settings.timeout_seconds + CALL_GRACE_SECONDS
+        self.tools: Mapping[str, OutsideTool] = tools_offered(session, self, session.family, timeout_seconds)
+
+    async def start(self) -> None:
+        """Nothing: a server may come up later than the program."""
+
+    async def open(self, visit: Visit) -> "VisionSession | SpeechSession":
+        return self._session(self, visit)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def post(self, path: str, **content: Any) -> dict[str, Any]:
+        """The JSON object that a request is answered by. ToolError, ToolFailed or OutsideFailed as the module says."""
+        try:
+            response = await self._client.post(path, **content)
+        except httpx.TimeoutException as error:
+            raise OutsideFailed(f"{path} did not answer in {self.settings.timeout_seconds:g} s") from error
+        except httpx.HTTPError as error:
+            raise OutsideFailed(f"{path} cannot be asked: {error!r}") from error
+        if response.status_code in REFUSED_AS_ASKED:
+            raise ToolError(f"the model refused this: {complaint_in(response)}")
+        if not response.is_success:
+            raise OutsideFailed(f"{path} answered {response.status_code}: {complaint_in(response)}")
+        try:
+            return msgspec.json.decode(response.content, type=dict[str, Any])
+        except msgspec.DecodeError as error:
+            raise ToolFailed(f"the model's answer is no JSON object: {error}") from error
+
+
+class FileSession(MethodSession):
+    """A session that reads files of the sandbox."""
+
+    def __init__(self, endpoint: ModelEndpoint, visit: Visit) -> None:
+        self._endpoint = endpoint
+        self._settings = endpoint.settings
+        self._visit = visit
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    async def _file(self, path: str) -> bytes:
+        try:
+            data = await self._visit.get_file(path)
+        except OSError as error:
+            raise ToolError(f"{path} cannot be read: {error.strerror or error}") from None
+        if len(data) > self._settings.file_bytes_max:
+            raise ToolError(f"{path} has {len(data)} bytes; {self._settings.file_bytes_max} are allowed")
+        return data
+
+
+class VisionSession(FileSession):
+    """Questions about images."""
+
+    family = "ask_image"
+
+    @offered(is_idempotent=True)
+    async def ask_image(self, path: str, question: str) -> Answer:
+        """Ask a question about an image file. A vision model looks at it and answers.
+
+        path: the file, PNG, JPEG, GIF or WebP
+        question: what to find out, for example: What does the sign say?
+        """
+        if not 0 < len(question) <= QUESTION_CHARACTERS_MAX:
+            raise ToolError(f"a question has between 1 and {QUESTION_CHARACTERS_MAX} characters")
+        data = await self._file(path)
+        media_type = image_type(data)
+        if media_type is None:
+            raise ToolError(f"{path} is no PNG, JPEG, GIF or WebP image")
+        url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+        content = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": url}}]
+        request = {
+            "model": self._settings.model,
+            "messages": [{"role": "user", "content": content}],
+            "max_tokens": self._settings.answer_tokens_max,
+            "temperature": 0,
+        }
+        answer = await self._endpoint.post("chat/completions", json=request)
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise ToolFailed("the vision model's answer has no message") from None
+        return Answer(str(text or "").strip())
+
+
+class SpeechSession(FileSession):
+    """Transcriptions of speech."""
+
+    family = "transcribe_audio"
+
+    @offered(is_idempotent=True)
+    async def transcribe_audio(self, path: str, language: str | None = None) -> Answer:
+        """Write down what is said in an audio file. A speech model listens to it.
+
+        path: the file, WAV, MP3, FLAC, OGG, M4A or WebM
+        language: two letters, for example en, if it is known
+        """
+        data = await self._file(path)
+        kind = audio_type(data)
+        if kind is None:
+            raise ToolError(f"{path} is no WAV, MP3, FLAC, OGG, M4A or WebM audio")
+        fields = {"model": self._settings.model, "response_format": "json"}
+        if language is not None:
+            fields["language"] = language
+        # the name tells some servers the format, and the agent's own name is none of their business
+        files = {"file": (f"audio.{kind[0]}", data, kind[1])}
+        answer = await self._endpoint.post("audio/transcriptions", data=fields, files=files)
+        if not isinstance(answer.get("text"), str):
+            raise ToolFailed("the speech model's answer has no text")
+        return Answer(answer["text"].strip())
+
+
+def image_type(data: bytes) -> str | None:
+    """Media type by the first bytes."""
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    if data[:6] in (b"GIF87a", b"GIF89a"):
+        return "image/gif"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    return None
+
+
+def audio_type(data: bytes) -> tuple[str, str] | None:
+    """Ending and media type by the first bytes."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
+        return "wav", "audio/wav"
+    if data[:3] == b"ID3" or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2):  # MPEG audio, layer III
+        return "mp3", "audio/mpeg"
+    if data[:4] == b"fLaC":
+        return "flac", "audio/flac"
+    if data[:4] == b"OggS":
+        return "ogg", "audio/ogg"
+    if data[4:8] == b"ftyp":
+        return "m4a", "audio/mp4"
+    if data[:4] == b"\x1a\x45\xdf\xa3":
+        return "webm", "audio/webm"
+    return None
+
+
+def complaint_in(response: httpx.Response) -> str:
+    """What a server says is wrong, in its own words, shortened."""
+    try:
+        body = msgspec.json.decode(response.content)
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except msgspec.DecodeError:
+        text = response.text
+    return " ".join(str(text).split())[:COMPLAINT_CHARACTERS_MAX]

@@ -1,0 +1,217 @@
+"""The tools of a real MCP server (mcp_server.py), started in a jail and by address."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from sandboxes.outside import calls
+from sandboxes.outside.config import McpSettings
+from sandboxes.outside.contract import OutsideFailed
+from sandboxes.outside.mcp import McpServer, schema_complaint
+from tests.sandboxes.outside_rollout import Rollout, rollout_of
+
+SERVER = Path(__file__).with_name("mcp_server.py")
+BY_STDIO = McpSettings(
+    command=(sys.executable, str(SERVER), "stdio"),
+    readable=(sys.prefix, sys.base_prefix, str(SERVER)),
+    environment={"PYTHONDONTWRITEBYTECODE": "1"},
+    call_timeout_seconds=60.0,
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class HttpServer:
+    """The server as a process of its own, which a test may end."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        arguments = (sys.executable, str(SERVER), str(self.port))
+        self.process = await asyncio.create_subprocess_exec(*arguments, stderr=asyncio.subprocess.DEVNULL)
+        async with asyncio.timeout(120):
+            while True:
+                with contextlib.suppress(OSError):
+                    _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                    writer.close()
+                    return
+                await asyncio.sleep(0.1)
+
+    async def stop(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+
+@pytest.fixture(scope="module")
+async def by_stdio() -> McpServer:
+    server = McpServer("shop", BY_STDIO)
+    await server.start()
+    return server
+
+
+@pytest.fixture(scope="module")
+async def by_http() -> AsyncIterator[McpServer]:
+    process = HttpServer()
+    await process.start()
+    server = McpServer("shop", McpSettings(url=f"http://127.0.0.1:{process.port}/mcp"))
+    await server.start()
+    yield server
+    await process.stop()
+
+
+@pytest.fixture(params=["by_stdio", "by_http"])
+def server(request: pytest.FixtureRequest) -> McpServer:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def only_own_children() -> Iterator[None]:
+    """No server process of a rollout outlives it."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    after = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert after <= before
+
+
+async def test_its_tools_are_tools_of_the_rollout(server: McpServer) -> None:
+    """One session for all of it: a server takes seconds to start."""
+    assert list(server.tools)[:4] == ["shop_add", "shop_keep", "shop_fail", "shop_show"]
+    add = server.tools["shop_add"]
+    assert add.description == "Add two numbers."
+    assert add.specification()["function"]["parameters"]["required"] == ["a", "b"]
+    assert (add.is_idempotent, server.tools["shop_keep"].is_idempotent) == (True, False)
+    async with rollout_of(server) as rollout:
+        assert await rollout.text("shop_add", a=2, b=40) == "42"
+        assert rollout.sandboxes == []
+        await arguments_are_checked_by_the_whole_schema(rollout)
+        await is_error_is_an_error(rollout)
+        await images_and_resources_are_blobs(rollout)
+
+
+async def arguments_are_checked_by_the_whole_schema(rollout: Rollout) -> None:
+    missing = await rollout.call("shop_add", a=2)
+    assert missing.error_kind == "agent"
+    assert missing.content == "error: the arguments do not fit: 'b' is a required property"
+    wrong = await rollout.text("shop_keep", piece={"name": "bolt", "size": "large"})
+    assert wrong == "error: the arguments do not fit: piece.size: 'large' is not of type 'integer'"
+
+
+async def is_error_is_an_error(rollout: Rollout) -> None:
+    failed = await rollout.call("shop_fail", why="it rains")
+    assert (failed.is_error, failed.error_kind) == (True, "agent")
+    assert "because it rains" in failed.content
+
+
+async def images_and_resources_are_blobs(rollout: Rollout) -> None:
+    shown = await rollout.call("shop_show")
+    image, file = shown.blobs
+    assert (image.media_type, image.data[:4]) == ("image/png", b"\x89PNG")
+    assert (file.name, file.media_type, file.data) == ("file:///parts.bin", "application/x-parts", b"parts")
+    assert shown.content.splitlines() == [
+        "look",
+        f"[image-2: image/png, {len(image.data)} bytes]",
+        "[file:///parts.bin: application/x-parts, 5 bytes]",
+        "[resource manual: file:///manual.txt]",
+    ]
+
+
+async def test_a_stdio_server_is_one_rollouts_own_and_in_a_jail(
+    by_stdio: McpServer, only_own_children: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_HOST", "x")
+    reached: list[str] = []
+
+    def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.append("by the server")
+        writer.close()
+
+    listener = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with listener, rollout_of(by_stdio) as first, rollout_of(by_stdio) as second:
+        assert await first.text("shop_keep", piece={"name": "bolt"}) == "bolt/1"
+        assert await first.text("shop_keep", piece={"name": "nut", "size": 2}) == "bolt/1 nut/2"
+        assert await second.text("shop_keep", piece={"name": "gear"}) == "gear/1"
+        seen = json.loads(await first.text("shop_look_around", port=listener.sockets[0].getsockname()[1]))
+    assert seen["network"] in ("ConnectionRefusedError", "PermissionError", "OSError")
+    assert reached == []
+    assert (seen["passwd"], seen["uid"]) == (False, 65534)
+    assert set(seen["environment"]) <= {"PATH", "HOME", "TMPDIR", "LANG", "PWD", "PYTHONDONTWRITEBYTECODE"}
+    assert seen["processes"] <= 3
+
+
+async def test_a_server_that_is_late_or_dies(by_stdio: McpServer, only_own_children: None) -> None:
+    late = msgspec.structs.replace(by_stdio.tools["shop_wait"], call_timeout_seconds=0.5)
+    async with rollout_of(by_stdio, tools={**by_stdio.tools, "shop_wait": late}) as rollout:
+        assert await rollout.text("shop_add", a=1, b=1) == "2"
+        waited = await rollout.call("shop_wait", seconds=5)
+        assert (waited.error_kind, waited.content) == ("tool", "error: shop_wait did not answer within 0.5 s")
+        with pytest.raises(OutsideFailed, match="the MCP server shop is gone"):
+            await rollout.call("shop_die")
+
+
+async def test_an_http_server_that_dies_is_an_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "FIRST_WAIT_SECONDS", 0.01)
+    process = HttpServer()
+    await process.start()
+    server = McpServer("shop", McpSettings(url=f"http://127.0.0.1:{process.port}/mcp"))
+    await server.start()
+    async with rollout_of(server) as rollout:
+        assert await rollout.text("shop_add", a=1, b=1) == "2"
+        await process.stop()
+        with pytest.raises(OutsideFailed, match="the MCP server shop"):
+            await rollout.call("shop_keep", piece={"name": "bolt"})
+    with pytest.raises(OutsideFailed, match="the MCP server shop failed"):
+        async with rollout_of(server) as rollout:
+            await rollout.call("shop_add", a=1, b=1)
+
+
+async def test_a_server_that_does_not_start_says_why() -> None:
+    missing = McpServer("gone", McpSettings(command=("/usr/bin/python3", "/nowhere/server.py")))
+    with pytest.raises(OutsideFailed, match=r"the MCP server gone failed: .*No such file or directory"):
+        await missing.start()
+    unknown = McpServer("shop", msgspec.structs.replace(BY_STDIO, tools=("add", "fly")))
+    with pytest.raises(OutsideFailed, match="has no tool fly"):
+        await unknown.start()
+    nobody = McpServer("away", McpSettings(url=f"http://127.0.0.1:{free_port()}/mcp"))
+    with pytest.raises(OutsideFailed, match="the MCP server away failed"):
+        await nobody.start()
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Whoever does fetch gives up, so that the test fails instead of waiting."""
+    socket.setdefaulttimeout(5)
+    yield
+    socket.setdefaulttimeout(None)
+
+
+def test_a_schema_cannot_make_us_fetch(impatient: None) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        schema = {"type": "object", "properties": {"a": {"$ref": f"http://127.0.0.1:{listener.getsockname()[1]}/s"}}}
+        assert schema_complaint(schema, {"a": 1}) is None
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_settings_name_one_way_to_the_server() -> None:
+    with pytest.raises(ValueError, match="either a command or a url"):
+        McpSettings()
+    with pytest.raises(ValueError, match="either a command or a url"):
+        McpSettings(command=("x",), url="http://127.0.0.1/mcp")
