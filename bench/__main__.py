@@ -11,7 +11,9 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-SUBJECTS = ("log",)
+from bench.plots import FOLDER
+
+SUBJECTS = ("log", "rollouts", "sandboxes")
 _PAGE = Path(__file__).parent.parent / "docs" / "bench.md"
 
 
@@ -53,6 +55,7 @@ def _page(figures: dict[str, dict[str, float]]) -> str:
             "|---|---|---|",
             *rows,
             "",
+            *(f"![{plot.stem}](plots/{plot.name})\n" for plot in sorted(FOLDER.glob("*.svg"))),
         ]
     )
 

@@ -1,141 +1,141 @@
-"""What an agent reads and says: prompt assembly, the chat format as token ids, and the parsing of its turns.
+"""An agent as data: what it is told, who speaks for it, with which tools, within which limits.
 
-One token per role header: `<|system|>…<|end|><|user|>…<|end|><|assistant|>`, then sampled ids up to and with `<|end|>`, then
-`<|tool|><tool_response>…</tool_response><|end|><|assistant|>`. Only ids are ever joined: sampled text is never tokenised
-again. Text from outside (tasks, tools) is encoded with role tokens as plain text, so that nothing a tool returns can speak
-in another role. Not covered: `</tool_response>` and its like are ordinary text and can be imitated by a tool.
+    Agent(name="solver", parts=(Part(name="role", text="You solve sums."), Part(name="tools", source="tools")), turns_max=4)
+
+or the same in TOML (see producers/topology.py for files of them):
+
+    [agents.solver]
+    turns_max = 4
+    parts = [{ name = "role", text = "You solve sums." }, { name = "tools", source = "tools" }]
 """
 
-import hashlib
-import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
-import msgspec
-from tokenizers import Tokenizer
+from msgspec import Struct, structs
 
-from schemas.errors import BadInput
+from producers.formats import FormatName, format_named
+from sandboxes.tools.tool import Tool
+from sandboxes.worlds.world import World
+from schemas.events import Sampling
 
-END = "<|end|>"
-_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", END)
-_TEMPLATE = "roles-1"
-"Name of this format; goes into template_hash, so change it when the layout changes."
-
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+POLICY = "policy"
+"The model that is trained, behind the worker's own servers."
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The agent asked for a tool. `text` is the JSON of the arguments as the agent wrote it."""
+class Example(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A task and the turns of one who did it well."""
 
-    tool: str
-    arguments: dict[str, Any]
-    text: str
+    task: str
+    turns: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The agent answered, which ends the rollout. White space around the answer is stripped."""
+class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A named part of the system prompt. A part with nothing to say is left out."""
 
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """The agent tried to call a tool or to answer, and this is what was wrong with it."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """The agent neither called a tool nor answered."""
-
-
-type Said = Call | Answer | Malformed | Idle
-
-
-class _HermesCall(msgspec.Struct, frozen=True):
     name: str
-    arguments: msgspec.Raw
+    text: str = ""
+    "said first, whatever the source"
+    source: Literal["text", "tools", "world", "examples"] = "text"
+    "what follows: nothing, the tools and how to call them, what lies in the world, or the examples"
+    examples: tuple[Example, ...] = ()
 
 
-class ChatFormat:
-    """Text to ids and back, for one tokenizer."""
+class Agent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One agent. What is left out comes from the task: its toolset, and the sampling it was submitted with."""
 
-    def __init__(self, tokenizer_json: bytes) -> None:
-        """Raises BadInput when the bytes are no tokenizer or it lacks a role token."""
-        self._tokenizer = _tokenizer_of(tokenizer_json)
-        self.system, self.user, self.assistant, self.tool, self.end = (self._role(name) for name in _ROLES)
-        self._system_tokens: dict[str, list[int]] = {}
-        self.template_hash = hashlib.sha256(_TEMPLATE.encode() + tokenizer_json).hexdigest()
+    name: str
+    parts: tuple[Part, ...] = ()
+    "the system prompt, in this order; tools that no part lists are listed by the model's chat template, if it can"
+    tools: tuple[str, ...] | None = None
+    "names of its tools; left out = the task's toolset"
+    format: FormatName = "hermes"
+    "how it writes calls"
+    model: str = POLICY
+    "who speaks for it: the policy that is trained, or a model named in [models]"
+    teacher: str | None = None
+    "a model of [models] that speaks for it when a demonstration is asked for; left out = the job's demonstrate"
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens_per_turn: int | None = None
+    turns_max: int | None = None
+    "turns it has in one rollout, however often it is spoken to"
+    tokens_max: int | None = None
+    "longest context it may have"
+    plain_answers: bool = False
+    "a turn without a call and without <answer> is its answer, instead of an error"
+    shows_right_form: bool = True
+    "an error about a malformed call shows how a call is written"
 
-    def prompt(self, system_prompt: str, task_prompt: str) -> list[int]:
-        """All that the agent reads before its first turn."""
-        if system_prompt not in self._system_tokens:  # the same for all tasks of a toolset
-            self._system_tokens[system_prompt] = [self.system, *self.encode(system_prompt), self.end]
-        return [*self._system_tokens[system_prompt], self.user, *self.encode(task_prompt), self.end, self.assistant]
+    def sampling(self, asked: Sampling) -> Sampling:
+        """What the task asks for, with this agent's own figures in place."""
+        own = {field: getattr(self, field) for field in Sampling.__struct_fields__}
+        return structs.replace(asked, **{field: value for field, value in own.items() if value is not None})
 
-    def observation(self, content: str, turn_was_closed: bool) -> list[int]:
-        """What is appended after a turn: the observation and the header of the next turn. A turn that was cut off
-        before its `<|end|>` is closed here, unsampled."""
-        closing = [] if turn_was_closed else [self.end]
-        body = self.encode(f"<tool_response>{content}</tool_response>")
-        return [*closing, self.tool, *body, self.end, self.assistant]
-
-    def turn(self, text: str) -> list[int]:
-        """Ids of a turn that a teacher wrote."""
-        return [*self.encode(text), self.end]
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of plain text; role tokens in it stay text."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, tokens: list[int]) -> str:
-        """Text of a sampled turn, for people and parsers, without the `<|end|>` that closed it."""
-        closed = bool(tokens) and tokens[-1] == self.end
-        return self._tokenizer.decode(tokens[:-1] if closed else tokens, skip_special_tokens=False)
-
-    def _role(self, name: str) -> int:
-        token = self._tokenizer.token_to_id(name)
-        if token is None:
-            raise BadInput(
-                f"the tokenizer has no token {name}: this model does not speak the chat format of producers/agent.py"
-            )
-        return int(token)
+    @property
+    def lists_tools(self) -> bool:
+        return any(part.source == "tools" for part in self.parts)
 
 
-def parse(text: str) -> Said:
-    """What a turn does. One call a turn; an answer is a turn of its own."""
-    calls = _CALL.findall(text)
-    if len(calls) > 1:
-        return Malformed("one call a turn")
-    if calls:
-        return Malformed("a turn is a call or an answer, not both") if "<answer>" in text else _call(calls[0])
-    if "<tool_call>" in text:
-        return Malformed("<tool_call> without </tool_call>")
-    answered = _ANSWER.search(text)
-    if answered:
-        return Answer(answered.group(1).strip())
-    return Malformed("<answer> without </answer>") if "<answer>" in text else Idle()
+class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model behind one or more servers with OpenAI's /v1/chat/completions. It can teach and play, never be trained:
+    its turns come as text, without ids, log-probabilities or weight versions."""
+
+    name: str
+    servers: tuple[str, ...]
+    "base addresses, such as http://127.0.0.1:8001; the least loaded one is asked, and another when it fails"
+    served_name: str
+    "what its servers call it"
+    key_variable: str | None = None
+    "environment variable that holds the key for its servers; the key itself stands in no file and no event"
+    timeout_seconds: float = 120.0
+    patience_seconds: float = 60.0
+    "a turn that every server refuses is tried again for so long"
 
 
-def _call(body: str) -> Said:
-    try:
-        call = msgspec.json.decode(body, type=_HermesCall)
-        arguments = msgspec.json.decode(call.arguments)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        return Malformed(f'the call is not {{"name": …, "arguments": {{…}}}}: {error}')
-    if not isinstance(arguments, dict):
-        return Malformed("arguments must be a JSON object")
-    return Call(call.name, arguments, bytes(call.arguments).decode())
+def only_agent(name: str, system_prompt: str) -> Agent:
+    """The one agent of a job that defines none."""
+    return Agent(name=name, parts=(Part(name="system", text=system_prompt),), shows_right_form=False)
 
 
-def _tokenizer_of(tokenizer_json: bytes) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_buffer(tokenizer_json)
-    except Exception as error:  # the library raises bare Exception
-        raise BadInput(f"tokenizer.json cannot be read: {error}") from error
-    tokenizer.encode_special_tokens = True  # "<|tool|>" in a tool's output is eight characters, not a role
-    return tokenizer
+def system_prompt(agent: Agent, tools: Mapping[str, Tool], world: World) -> str:
+    """The parts that have something to say, in their order."""
+    said = [_said(part, agent, tools, world) for part in agent.parts]
+    return "\n\n".join(text for text in said if text)
+
+
+def _said(part: Part, agent: Agent, tools: Mapping[str, Tool], world: World) -> str:
+    lines = [part.text] if part.text else []
+    match part.source:
+        case "tools" if tools:
+            lines.append(format_named(agent.format).described([tool.specification() for tool in tools.values()]))
+        case "world":
+            lines += _world_notes(world)
+        case "examples":
+            lines += [_shown(example) for example in part.examples]
+    return "\n".join(lines)
+
+
+def _world_notes(world: World) -> list[str]:
+    """Names only: what is in files and tables is for the agent to find out."""
+    tables = [f"{name} ({', '.join(table.columns)})" for name, table in world.tables.items()]
+    found = {"Files": list(world.files), "Tables": tables}
+    return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
+
+
+def _shown(example: Example) -> str:
+    return "\n".join([f"Example: {example.task}", *example.turns])
+
+
+def errand_tool(name: str, description: str, colleagues: tuple[str, ...]) -> Tool:
+    """A tool by which an agent speaks to others. It is listed and called like any other, and runs in no sandbox."""
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": {
+            "agent": {"type": "string", "enum": list(colleagues), "description": "who"},
+            "message": {"type": "string", "description": "all that they need to know"},
+        },
+        "required": ["agent", "message"],
+        "additionalProperties": False,
+    }
+    return Tool(name=name, description=description, parameters=parameters, source="")

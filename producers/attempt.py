@@ -20,8 +20,17 @@ class Attempt:
         self._cause = request.meta.id
         self._trace = (request.meta.trajectory_id or "").replace("-", "")
 
-    def meta(self, category: str, sender: str, receiver: str, policy_version: int | None = None) -> Meta:
-        """The envelope of the next message. Each message is caused by the one before, the first by the request."""
+    def meta(
+        self,
+        category: str,
+        sender: str,
+        receiver: str,
+        policy_version: int | None = None,
+        *,
+        caller: str | None = None,
+    ) -> Meta:
+        """The envelope of the next message. Each message is caused by the one before, the first by the request. The
+        caller is whoever the request came from, unless the sender speaks on behalf of another agent."""
         asked = self.request.meta
         message_id = new_id()
         meta = Meta(
@@ -37,7 +46,7 @@ class Attempt:
             topic="messages",
             sender=sender,
             receiver=receiver,
-            caller=asked.sender,
+            caller=caller or asked.sender,
             priority=asked.priority,
             headers={"traceparent": f"00-{self._trace}-{message_id.replace('-', '')[-16:]}-01"},
             timestamp=now_microseconds(),
@@ -54,8 +63,8 @@ class Attempt:
         self._emit(event)
 
 
-def close_unplayed(attempt: Attempt, worker: str, ended_by: EndedBy, reason: str) -> None:
-    """An attempt that begins and ends at once, because it cannot or need not be played."""
+def close_unplayed(attempt: Attempt, worker: str, ended_by: EndedBy, reason: str) -> RolloutEnded:
+    """An attempt that begins and ends at once, because it cannot or need not be played. Returns its end."""
     request = attempt.request
     attempt.emit(
         RolloutStarted(
@@ -73,16 +82,16 @@ def close_unplayed(attempt: Attempt, worker: str, ended_by: EndedBy, reason: str
             required_version=request.required_version,
         )
     )
-    attempt.emit(
-        RolloutEnded(
-            meta=attempt.meta("rollout", worker, "assemble"),
-            ended_by=ended_by,
-            answer=None,
-            reason=reason,
-            turns=0,
-            tokens_sampled=0,
-            tokens_read=0,
-            milliseconds=0.0,
-            cost=0.0,
-        )
+    ended = RolloutEnded(
+        meta=attempt.meta("rollout", worker, "assemble"),
+        ended_by=ended_by,
+        answer=None,
+        reason=reason,
+        turns=0,
+        tokens_sampled=0,
+        tokens_read=0,
+        milliseconds=0.0,
+        cost=0.0,
     )
+    attempt.emit(ended)
+    return ended

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from functools import singledispatchmethod
 
 from producers.attempt import Attempt, close_unplayed
+from producers.cancellation import Cancellations
 from producers.config import SchedulerSettings
+from producers.lessons import Lessons
 from producers.planner import follow
 from schemas.events import (
     BatchCut,
@@ -67,8 +69,9 @@ def _tell(plan: "Plan", pulse: Pulse) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """What every member of a group is asked with."""
+    """What every member of a group is asked with. `meta` is that of the task, or of a request for a member of it."""
 
+    meta: Meta = field(compare=False)
     task_id: str
     session_id: str | None
     purpose: Purpose
@@ -85,6 +88,7 @@ class _Ask:
     def of(cls, event: TaskSubmitted | RolloutRequested) -> "_Ask":
         meta = event.meta
         return cls(
+            meta=meta,
             task_id=meta.task_id or "",
             session_id=meta.session_id,
             purpose=meta.purpose or "train",
@@ -101,8 +105,8 @@ class _Member:
 
     retry: int = -1
     "of the newest request; -1 = not asked for yet"
-    failed: set[str] = field(default_factory=set)
-    "ids of requests that ended by infra_error or not at all"
+    failed: dict[str, int] = field(default_factory=dict)
+    "ids of requests that ended by infra_error or not at all, and when"
     ended: bool = False
     closed: bool = False
     repair_due: bool = False
@@ -127,7 +131,8 @@ class Plan:
         self._finished: set[str] = set()
         "tasks whose groups are over; all that is kept of them"
         self._pending: dict[tuple[Purpose, int | None], deque[_Ask]] = {}
-        "tasks not asked for yet, by purpose and required version"
+        "tasks not asked for yet, by purpose and required version; those of training are in _lessons"
+        self._lessons: Lessons[_Ask] = Lessons(settings, run.seed)
         self._groups: dict[str, _Group] = {}
         "by task id"
         self._members_open: Counter[str] = Counter()
@@ -141,11 +146,16 @@ class Plan:
         self._completed: set[str] = set()
         self._accepted: set[str] = set()
         self._stale: set[str] = set()
+        self._seconds_sampled: set[int] = set()
+        "in which a rollout that a server sampled came to an end that counts"
         self._serving: dict[str, int] = {}
         self._version_served_max = -1
         self.version = -1
         "newest published version"
         self.is_paused = False
+        self._cancellations = Cancellations()
+        self._is_calling_off = False
+        "true while something may have been called off that is not closed yet"
 
     # what happened
 
@@ -159,19 +169,25 @@ class Plan:
         if ask.task_id in self._known_tasks or ask.task_id in self._finished:
             return
         self._known_tasks.add(ask.task_id)
-        self._pending.setdefault((ask.purpose, ask.required_version), deque()).append(ask)
+        if ask.purpose == "train" and ask.required_version is None:
+            self._lessons.add(ask, ask.task)
+        else:
+            self._pending.setdefault((ask.purpose, ask.required_version), deque()).append(ask)
+        self._note_called_off(ask)
 
     @apply.register
     def _(self, event: RolloutRequested) -> None:
         ask = _Ask.of(event)
+        if ask.purpose == "train":
+            self._lessons.asked(ask.group_id, ask.task, ask.group_id in self._completed)
         if ask.purpose == "train" and ask.group_id not in self._completed:
             self._train_running.add(ask.group_id)  # also when all members have ended: it may yet be judged live
         group = self._group(ask.task_id)
         if group is None:
             return
         if group.ask is None:
-            group.ask = ask
-            self._members_open[ask.purpose] += ask.task.group_size - group.members_ended
+            self._take_up(group, ask)
+        self._note_called_off(ask)
         member = group.members.setdefault(event.index, _Member())
         if event.retry > member.retry:
             member.retry = event.retry
@@ -182,12 +198,14 @@ class Plan:
     @apply.register
     def _(self, event: TrajectoryAssembled) -> None:
         task_id = event.meta.task_id or ""
+        if event.policy_version_oldest is not None and event.ended_by != "infra_error":
+            self._seconds_sampled.add(event.meta.timestamp // 1_000_000)
         group = None if event.meta.purpose == "replay" else self._group(task_id)
         if group is None:
             return
         member = group.members.setdefault(event.index, _Member())
         if event.ended_by == "infra_error":
-            member.failed.add(event.meta.correlation_id or "")
+            member.failed.setdefault(event.meta.correlation_id or "", event.meta.timestamp)
             self._unsettled.add(task_id)
         elif not member.ended:
             member.ended = True
@@ -203,6 +221,7 @@ class Plan:
             return
         self._completed.add(group_id)
         self._train_running.discard(group_id)
+        self._lessons.completed(group_id, event)
         if event.dropped_because is None:
             self._accepted.add(group_id)
 
@@ -213,6 +232,7 @@ class Plan:
     @apply.register
     def _(self, event: WeightsPublished) -> None:
         self.version = max(self.version, event.version)
+        self._lessons.published(self.version)
 
     @apply.register
     def _(self, event: WeightsLoaded) -> None:
@@ -226,6 +246,17 @@ class Plan:
     def _(self, event: ControlIssued) -> None:
         if event.command in ("pause", "drain", "resume"):
             self.is_paused = event.command != "resume"
+        if self._cancellations.note(event):
+            self._is_calling_off = True
+
+    def _note_called_off(self, ask: _Ask) -> None:
+        """Whether the cancellation or the task is read first must not matter."""
+        if self._cancellations and self._cancellations.covers(ask.meta):
+            self._is_calling_off = True
+
+    def _take_up(self, group: _Group, ask: _Ask) -> None:
+        group.ask = ask
+        self._members_open[ask.purpose] += ask.task.group_size - group.members_ended
 
     def _group(self, task_id: str) -> _Group | None:
         """The group of a task, new if it must be; None when it is over."""
@@ -243,8 +274,9 @@ class Plan:
 
     def decide(self, now: int) -> list[Event]:
         """What to write next; it counts as done at once. `now` is in microseconds. While paused nothing is asked for,
-        and what runs goes on to its end."""
+        and what runs goes on to its end; what is called off is closed all the same."""
         events: list[Event] = []
+        self._call_off(now, events)
         if self.is_paused:
             return events
         self._note_overdue(now)
@@ -276,7 +308,40 @@ class Plan:
 
     @property
     def tasks_waiting(self) -> int:
-        return sum(len(asks) for asks in self._pending.values())
+        return len(self._lessons) + sum(len(asks) for asks in self._pending.values())
+
+    def _call_off(self, now: int, events: list[Event]) -> None:
+        """Closes every member that is called off and has not ended: absence is a fact, so that whoever counts can end."""
+        if not self._is_calling_off:
+            return
+        self._is_calling_off = False
+        for asks in self._pending.values():
+            for ask in [ask for ask in asks if self._cancellations.covers(ask.meta)]:
+                asks.remove(ask)
+                self._close_unasked(ask)
+        lessons = [ask for ask in self._lessons.waiting() if self._cancellations.covers(ask.meta)]
+        self._lessons.remove(lessons)
+        for ask in lessons:
+            self._close_unasked(ask)
+        for group in self._groups.values():
+            if group.ask is not None and self._cancellations.covers(group.ask.meta):
+                for index in range(group.ask.task.group_size):
+                    self._close(group.ask, index, group.members.setdefault(index, _Member()), "called off", now, events)
+
+    def _close_unasked(self, ask: _Ask) -> None:
+        """A task that was never asked for becomes a group, to be closed like any other."""
+        group = self._group(ask.task_id)
+        if group is not None and group.ask is None:
+            self._take_up(group, ask)
+
+    def _close(self, ask: _Ask, index: int, member: _Member, reason: str, now: int, events: list[Event]) -> None:
+        """Ends a member as cancelled, unless it has ended. The attempt is the same each time it is closed."""
+        if member.ended or member.closed:
+            return
+        member.closed = True
+        request = self._requested(ask, index, max(0, member.retry), now)
+        attempt = Attempt(request, events.append, derived_id("cancelled", request.meta.id))
+        close_unplayed(attempt, _SENDER, "cancelled", reason)
 
     def _note_overdue(self, now: int) -> None:
         """A request whose end was never seen has failed: its worker died and nobody took it over."""
@@ -285,7 +350,7 @@ class Plan:
             group = self._groups.get(task_id)
             member = group.members[index] if group is not None else None
             if member is not None and member.retry == retry and not member.ended:
-                member.failed.add(_request_id(task_id, index, retry))
+                member.failed.setdefault(_request_id(task_id, index, retry), now)
                 self._unsettled.add(task_id)
 
     def _settle(self, now: int, events: list[Event]) -> None:
@@ -297,11 +362,11 @@ class Plan:
                 continue  # only trajectories of it were read yet; its requests will bring it here again
             for index in range(group.ask.task.group_size):
                 member = group.members.setdefault(index, _Member())
-                if member.retry < 0 and not member.ended:
+                if member.retry < 0 and not member.ended and not member.closed:
                     self._request(group.ask, index, 0, now, events)
                 elif self._has_failed(task_id, index, member) and not member.repair_due:
                     member.repair_due = True
-                    wait_seconds = self._settings.retry_seconds * 2**member.retry
+                    wait_seconds = self._settings.retry_seconds * 2 ** min(member.retry, self._settings.retries_max)
                     heapq.heappush(self._repairs, (now + int(wait_seconds * 1e6), task_id, index))
 
     def _repair(self, now: int, events: list[Event]) -> None:
@@ -324,13 +389,21 @@ class Plan:
         return not member.ended and not member.closed and _request_id(task_id, index, member.retry) in member.failed
 
     def _ask_again(self, ask: _Ask, index: int, member: _Member, now: int, events: list[Event]) -> None:
-        if member.retry < self._settings.retries_max:
+        if not self._is_hopeless(ask, member):
             self._request(ask, index, member.retry + 1, now, events)
             return
-        member.closed = True
-        request = self._requested(ask, index, member.retry, now)
-        attempt = Attempt(request, events.append, derived_id("cancelled", request.meta.id))
-        close_unplayed(attempt, _SENDER, "cancelled", f"given up after {member.retry + 1} requests that all failed")
+        reason = f"given up after {member.retry + 1} requests that all failed"
+        self._close(ask, index, member, reason, now, events)
+
+    def _is_hopeless(self, ask: _Ask, member: _Member) -> bool:
+        """Enough requests failed, and others succeeded between its last two failures: the fault is its own. While nobody
+        succeeds the servers are away; giving members up would count that against the agent, as cancelled is no success."""
+        if member.retry < self._settings.retries_max:
+            return False
+        failed_seconds = sorted(failed_at // 1_000_000 for failed_at in member.failed.values())
+        first, before, last = failed_seconds[0], failed_seconds[-2:][0], failed_seconds[-1]
+        is_outage = self._seconds_sampled.isdisjoint(range(before + 1, last))
+        return not is_outage or last - first > self._settings.outage_seconds_max or ask.purpose == "demonstrate"
 
     def _can_be_served(self, ask: _Ask) -> bool:
         if ask.purpose == "demonstrate":
@@ -354,14 +427,14 @@ class Plan:
         """Pace instead of discarding (GRPO.md): groups that teach nothing or became stale are replaced by new ones."""
         job = self._run.job
         accepted = self.groups_accepted
-        asks = self._pending.get(("train", None))
         while (
-            asks
+            self._lessons
             and accepted < job.steps * job.groups_per_batch
             and accepted + len(self._train_running) < self.groups_budget
-            and self._can_be_served(asks[0])
+            and self._version_served_max >= job.first_version
         ):
-            self._open(asks.popleft(), now, events)
+            groups_asked = len(self._train_running) + len(self._completed)
+            self._open(self._lessons.take(self.version, groups_asked), now, events)
 
     def _open_while(self, place: tuple[Purpose, int | None], room: int, now: int, events: list[Event]) -> None:
         asks = self._pending.get(place)

@@ -20,12 +20,14 @@ import msgspec
 
 from producers.config import FeederSettings
 from producers.planner import follow
-from sandboxes.tools.registry import toolset
+from producers.topology import Cast, cast_of
+from sandboxes.outside.providers import require_tools
 from sandboxes.worlds.world import world_from_json
 from schemas.errors import BadInput
 from schemas.events import (
     ControlIssued,
     Event,
+    GroupSize,
     Meta,
     Purpose,
     Sampling,
@@ -59,7 +61,8 @@ def run(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event)
 
 def feed(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event, log: Log) -> None:
     """The program over any log."""
-    feed = Feed(run, settings, tasks_of(run, settings, load_job(run.job.module)))
+    job = load_job(run.job.module)
+    feed = Feed(run, settings, tasks_of(run, settings, job), cast_of(job, run.job.agents))
     follow(feed, run.run_id, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(feed, pulse))
 
 
@@ -98,10 +101,11 @@ class _Evaluation:
 class Feed:
     """What was submitted, what came of it, and what to submit next. Pure: time is an argument."""
 
-    def __init__(self, run: Run, settings: FeederSettings, tasks: Tasks) -> None:
+    def __init__(self, run: Run, settings: FeederSettings, tasks: Tasks, cast: Cast | None = None) -> None:
         self._run = run
         self._settings = settings
         self._tasks = tasks
+        self._cast = cast or Cast()
         self.version_first = run.job.first_version
         self.version_last = self.version_first + run.job.steps
         self.version = -1
@@ -220,7 +224,8 @@ class Feed:
         job = self._run.job
         session = _Session("train", "train", "train", job.group_size, self._settings.sampling)
         backlog = max(self._settings.train_backlog, (job.staleness_target + 2) * job.groups_per_batch)
-        self._submit_up_to(session, self._ended_by_session["train"] + backlog, now, events)
+        wanted = (self._ended_by_session["train"] + backlog) * self._settings.tasks_per_lesson
+        self._submit_up_to(session, wanted, now, events)
 
     def _submit_up_to(self, session: _Session, tasks: int, now: int, events: list[Event]) -> None:
         """Submits until the session has so many tasks, a bounded number at a time; what the log has is passed over."""
@@ -247,7 +252,8 @@ class Feed:
 
     def _task_submitted(self, session: _Session, number: int, task: Task, now: int) -> TaskSubmitted:
         task_id = derived_id("task", self._run.run_id, session.name, number)
-        changes: dict[str, Any] = {"group_size": session.group_size, "agent": session.agent or task.agent}
+        agent = task.agent if self._cast.plays(task.agent) else session.agent or task.agent
+        changes: dict[str, Any] = {"group_size": session.group_size, "agent": agent}
         return TaskSubmitted(
             meta=Meta(
                 id=derived_id("TaskSubmitted", task_id),
@@ -299,15 +305,18 @@ class _TaskLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     toolset: list[str] = []
     world: msgspec.Raw = msgspec.Raw(b'{"name":"empty"}')
     scorers: list[str] = msgspec.field(default_factory=lambda: ["exact_match"])
-    group_size: int = 1
+    group_size: GroupSize = 1
     split: Literal["train", "heldout"] = "train"
     tags: dict[str, str] = {}
 
 
 def tasks_of(run: Run, settings: FeederSettings, job: Job) -> Tasks:
     """Where tasks come from: the job, or a file of one's own. Raises BadInput."""
-    if run.job.demonstrations > 0 and job.demonstrate is None:
-        raise BadInput(f"job {job.name} has no function demonstrate: give it one, or set [job] demonstrations = 0")
+    taught = any(agent.teacher for agent in cast_of(job, run.job.agents).agents.values())
+    if run.job.demonstrations > 0 and job.demonstrate is None and not taught:
+        raise BadInput(
+            f"job {job.name} has no function demonstrate: give it one, give an agent a teacher, or set [job] demonstrations = 0"
+        )
     if settings.tasks_file is None:
         return job.tasks
     found = read_tasks(Path(settings.tasks_file), job)
@@ -343,6 +352,6 @@ def _task_of(line: bytes, job: Job) -> Task:
     world = bytes(read.world)
     text = msgspec.json.decode(world, type=str) if world.startswith(b'"') else world.decode()
     world_from_json(text)
-    toolset(read.toolset, job.tools)
+    require_tools(read.toolset, job.tools)
     fields = {name: getattr(read, name) for name in read.__struct_fields__}
     return Task(**(fields | {"world": text}))

@@ -4,11 +4,16 @@ Members of a group share their prompt, and demonstrations share the system promp
 sequence repeats the beginning of the one before it; what is repeated is not computed again. Layers other than attention
 see each distinct token once and no padding; attention sees rows, padded on the right, where a causal mask hides it. The
 head is applied at sampled positions only.
+
+A trajectory of several contexts (agents, or one agent whose view was rewritten) becomes one sequence a context: no agent
+attends to what another one saw. All of them have the trajectory's advantage.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import msgspec
 import numpy
 import torch
 from numpy.typing import NDArray
@@ -29,7 +34,7 @@ class Refused(ReplaygroundError):
 
 @dataclass(frozen=True)
 class Episode:
-    """One trajectory, checked. Every array has one entry a token."""
+    """One context of a trajectory, checked. Every array has one entry a token."""
 
     tokens: NDArray[numpy.int32]
     sampled: NDArray[numpy.bool_]
@@ -38,6 +43,8 @@ class Episode:
     advantage: float = 0.0
     reward: float = 0.0
     version_oldest: int | None = None
+    trajectory_id: str | None = None
+    "shared by the contexts of one trajectory; None = this one stands alone"
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class MicroBatch:
     advantage: Tensor
     version: Tensor
     trajectory: Tensor
+    "which sequence of the micro-batch, [sampled]; a ratio or a rejection of whole sequences is one of a context"
     share: Tensor
     "what each sampled token counts in the step's loss, [sampled]"
 
@@ -82,10 +90,11 @@ class TrainingBatch:
         return sum(len(episode.tokens) for episode in self.episodes)
 
 
-def episode_of(
+def episodes_of(
     event: TrajectoryAssembled, vocabulary_size: int, advantage: float = 0.0, reward: float = 0.0, teacher: bool = False
-) -> Episode:
-    """The trajectory as arrays. Raises Refused; a teacher's trajectory needs no log-probabilities."""
+) -> list[Episode]:
+    """The trajectory as arrays, one episode for each context in which something was sampled. Raises Refused; a teacher's
+    trajectory needs no log-probabilities."""
     tokens = numpy.frombuffer(event.tokens, "<i4") if len(event.tokens) % 4 == 0 else _refuse(event, "odd token bytes")
     mask = numpy.frombuffer(event.loss_mask, numpy.uint8)
     if len(mask) != len(tokens):
@@ -95,19 +104,33 @@ def episode_of(
     sampled = mask.astype(numpy.bool_)
     if not sampled.any():
         _refuse(event, "it has no sampled token")
-    if sampled[0]:
-        _refuse(event, "its first token is marked as sampled, but nothing stands before it")
     if tokens.min() < 0 or tokens.max() >= vocabulary_size:
         _refuse(event, f"it has a token outside the vocabulary of {vocabulary_size}")
-    return Episode(
-        tokens=tokens,
-        sampled=sampled,
-        logprobs=_logprobs(event, sampled, teacher),
-        versions=_versions(event, len(tokens)),
-        advantage=advantage,
-        reward=reward,
-        version_oldest=event.policy_version_oldest,
-    )
+    logprobs, versions = _logprobs(event, sampled, teacher), _versions(event, len(tokens))
+    return [
+        Episode(
+            tokens=tokens[start:end],
+            sampled=sampled[start:end],
+            logprobs=logprobs[start:end],
+            versions=versions[start:end],
+            advantage=advantage,
+            reward=reward,
+            version_oldest=event.policy_version_oldest,
+            trajectory_id=event.meta.trajectory_id,
+        )
+        for start, end in _contexts(event, sampled)
+    ]
+
+
+def counting_only(event: TrajectoryAssembled, agents: Collection[str]) -> TrajectoryAssembled:
+    """The trajectory with nothing marked as sampled but what these agents said; without names, as it is."""
+    if not agents:
+        return event
+    mask = bytearray(len(event.loss_mask))
+    for segment in event.segments:
+        if segment.agent in agents:
+            mask[segment.start : segment.end] = event.loss_mask[segment.start : segment.end]
+    return msgspec.structs.replace(event, loss_mask=bytes(mask))
 
 
 def training_batch(
@@ -162,6 +185,17 @@ def _refuse(event: TrajectoryAssembled, reason: str) -> NDArray[numpy.int32]:
     raise Refused(f"trajectory {event.meta.trajectory_id}: {reason}")
 
 
+def _contexts(event: TrajectoryAssembled, sampled: NDArray[numpy.bool_]) -> list[tuple[int, int]]:
+    """Where the contexts with sampled tokens stand. Raises Refused when they do not divide the trajectory."""
+    starts = [context.start for context in event.contexts] or [0]
+    if starts[0] != 0 or any(a > b for a, b in pairwise([*starts, len(sampled)])):
+        _refuse(event, f"its contexts start at {starts} in {len(sampled)} tokens")
+    bounds = [(start, end) for start, end in pairwise([*starts, len(sampled)]) if sampled[start:end].any()]
+    if any(sampled[start] for start, _ in bounds):
+        _refuse(event, "the first token of a context is marked as sampled, but nothing stands before it")
+    return bounds
+
+
 def _logprobs(event: TrajectoryAssembled, sampled: NDArray[numpy.bool_], teacher: bool) -> NDArray[numpy.float32]:
     if teacher and not event.logprobs:
         return numpy.zeros(len(sampled), numpy.float32)
@@ -187,8 +221,11 @@ def _inputs(episode: Episode) -> NDArray[numpy.int32]:
 
 
 def _shares(episodes: Sequence[Episode], aggregation: str, length_constant: int) -> list[Tensor]:
+    """Contexts of one trajectory count as one: working in a team makes nobody's word weigh more."""
     counts = torch.tensor([int(episode.sampled.sum()) for episode in episodes], dtype=torch.int64)
-    trajectory = torch.arange(len(episodes)).repeat_interleave(counts)
+    numbers: dict[object, int] = {}
+    of_episode = [numbers.setdefault(e.trajectory_id or id(e), len(numbers)) for e in episodes]
+    trajectory = torch.tensor(of_episode, dtype=torch.int64).repeat_interleave(counts)
     mask = torch.ones(len(trajectory), dtype=torch.bool)
     shares = token_shares(trajectory, mask, aggregation, length_constant).to(torch.float32)
     return list(torch.split(shares, counts.tolist()))

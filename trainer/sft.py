@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from schemas.errors import BadInput
 from schemas.events import TrajectoryAssembled
-from trainer.batch import Episode, Refused, TrainingBatch, episode_of, training_batch
+from trainer.batch import Episode, Refused, TrainingBatch, episodes_of, training_batch
 from trainer.config import SftSettings
 from trainer.engines.protocol import Model, Progress
 from trainer.muon import Muon
@@ -40,7 +40,7 @@ def demonstrations_of(events: Sequence[TrajectoryAssembled], vocabulary_size: in
         if event.ended_by in ("infra_error", "cancelled"):
             continue
         try:
-            episodes.append(episode_of(event, vocabulary_size, teacher=True))
+            episodes += episodes_of(event, vocabulary_size, teacher=True)
         except Refused as refusal:
             reasons.append(str(refusal))
     if not episodes:

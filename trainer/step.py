@@ -62,7 +62,8 @@ def take_step(
 
 
 def batch_metrics(episodes: Sequence[Episode], base_version: int) -> dict[str, float]:
-    """Rewards and staleness of the trajectories."""
+    """Rewards and staleness of the trajectories, each counted once however many contexts it has."""
+    episodes = list({episode.trajectory_id or id(episode): episode for episode in episodes}.values())
     lags = [base_version - e.version_oldest for e in episodes if e.version_oldest is not None]
     histogram = {f"staleness_{lag}": float(count) for lag, count in sorted(Counter(lags).items())}
     return {

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from producers.agent import Answer, Call, parse
+from producers.formats import Answer, Call, parse
 from sandboxes.worlds import perturbations
 from sandboxes.worlds.world import World, world_from_json
 from schemas.events import Task

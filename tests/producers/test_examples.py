@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from producers.agent import Answer, Call, parse
+from producers.formats import Answer, Call, parse
 from sandboxes.backends.bubblewrap import BubblewrapBackend
 from sandboxes.pool import Pool
 from sandboxes.tools.registry import toolset

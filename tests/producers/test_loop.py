@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from producers import rollouts, scheduler, tasks
-from producers.agent import ChatFormat
+from producers.chat import ChatFormat
 from producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
 from schemas.events import ControlIssued, Event, RolloutRequested, TaskSubmitted, TrajectoryAssembled
 from schemas.metrics import Pulse

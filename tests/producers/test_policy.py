@@ -4,14 +4,17 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from producers import stockroom
-from producers.agent import ChatFormat
-from producers.policy import Demonstrator, Moment, PolicyFailed, ServedPolicy
+from producers.agent import Model
+from producers.chat import ChatFormat, Message
+from producers.policy import ChatTeacher, Demonstrator, Moment, PolicyFailed, ServedPolicy, served_models
+from schemas.errors import BadInput
 from schemas.events import Sampling, VersionSpan
 from tests.producers.field import tokenizer_json
 
@@ -69,8 +72,10 @@ def moment(required_version: int | None = None) -> Moment:
     return Moment(task, 1, [1, 2, 3], [], Sampling(temperature=0.7), 33, required_version)
 
 
-def policy(*urls: str, patience_seconds: float = 0.0) -> ServedPolicy:
-    return ServedPolicy(list(urls), 4, timeout_seconds=2.0, patience_seconds=patience_seconds)
+def policy(*urls: str, patience_seconds: float = 0.0, rest_seconds: float = 1.0) -> ServedPolicy:
+    return ServedPolicy(
+        list(urls), 4, timeout_seconds=2.0, patience_seconds=patience_seconds, rest_seconds=rest_seconds
+    )
 
 
 async def test_a_turn_is_ids_logprobs_and_versions() -> None:
@@ -129,6 +134,70 @@ async def test_another_server_takes_over() -> None:
         assert len(asked) == 4
 
 
+async def test_a_server_that_failed_is_left_alone_for_a_while() -> None:
+    async with (
+        server(lambda body: 500, GOOD) as (once, asked_once),
+        server(GOOD) as (good, asked_good),
+        policy(once, good, rest_seconds=3600.0) as served,
+    ):
+        for _ in range(5):
+            await served.next_turn(moment())
+        assert (len(asked_once), len(asked_good)) == (1, 5)
+
+
+async def test_a_server_that_has_rested_has_its_share_again() -> None:
+    async with (
+        server(lambda body: 500, GOOD) as (once, asked_once),
+        server(GOOD) as (good, _),
+        policy(once, good, rest_seconds=0.0) as served,
+    ):
+        for _ in range(5):
+            await served.next_turn(moment())
+        assert len(asked_once) == 5
+
+
+async def test_servers_that_all_rest_are_asked_all_the_same() -> None:
+    async with (
+        server(lambda body: 500, GOOD) as (url, asked),
+        policy(url, rest_seconds=3600.0, patience_seconds=60.0) as served,
+    ):
+        assert (await served.next_turn(moment())).tokens == [7, 8, 4]
+        assert len(asked) == 2
+
+
+async def test_a_server_with_its_endpoint_switched_off_does_not_take_the_others_with_it() -> None:
+    async with server(lambda body: 403) as (closed, _), server(GOOD) as (good, _), policy(closed, good) as served:
+        assert (await served.next_turn(moment())).tokens == [7, 8, 4]
+
+
+async def test_a_request_that_no_server_will_take_is_asked_once() -> None:
+    async with (
+        server(lambda body: 400) as (one, asked_one),
+        server(lambda body: 400) as (two, asked_two),
+        policy(one, two, patience_seconds=60.0) as served,
+    ):
+        with pytest.raises(PolicyFailed, match="HTTP 400"):
+            await served.next_turn(moment())
+    assert len(asked_one) + len(asked_two) == 1
+
+
+async def test_an_answer_that_broke_off_is_thrown_away_whole() -> None:
+    """A server dies in the middle of its answer: the turn is another server's, once, and nothing of the first one's."""
+
+    async def cut_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps(answer(("3", 0, 3), tokens=(9, 9, 9))({})).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body[: len(body) // 2])
+        await writer.drain()
+        writer.close()
+
+    dying = await asyncio.start_server(cut_off, "127.0.0.1", 0)
+    port = dying.sockets[0].getsockname()[1]
+    async with dying, server(GOOD) as (good, asked), policy(f"http://127.0.0.1:{port}", good) as served:
+        assert (await served.next_turn(moment())).tokens == [7, 8, 4]
+        assert len(asked) == 1
+
+
 async def test_a_slow_server_is_an_infrastructure_error() -> None:
     slow: Answer = lambda body: {"sleep": 0.5, "choices": []}  # noqa: E731
     async with server(slow) as (url, _), ServedPolicy([url], 4, timeout_seconds=0.1, patience_seconds=0.0) as served:
@@ -157,6 +226,117 @@ async def test_the_server_that_serves_the_required_version_is_preferred() -> Non
         await asyncio.gather(*(served.next_turn(moment()) for _ in range(2)))
         for version in (3, 4, 4, 3):
             assert (await served.next_turn(moment(version))).versions[0].version == version
+
+
+@asynccontextmanager
+async def chat_server(
+    *answers: dict[str, Any] | int,
+) -> AsyncIterator[tuple[str, list[tuple[dict[str, Any], str | None]]]]:
+    """A server with OpenAI's chat endpoint that gives these answers, the last one for ever."""
+    asked: list[tuple[dict[str, Any], str | None]] = []
+    rest = list(answers)
+
+    async def complete(received: web.Request) -> web.Response:
+        asked.append((await received.json(), received.headers.get("Authorization")))
+        given = rest.pop(0) if len(rest) > 1 else rest[0]
+        if isinstance(given, int):
+            return web.json_response({"error": {"message": "no"}}, status=given)
+        return web.json_response(given)
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", asked
+    finally:
+        await runner.cleanup()
+
+
+def completion(content: str | None, finish_reason: str = "stop") -> dict[str, Any]:
+    """What such servers answer."""
+    message = {"role": "assistant", "content": content, "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
+    return {"id": "chatcmpl-1", "object": "chat.completion", "choices": [choice], "usage": {"total_tokens": 9}}
+
+
+CHAT = ChatFormat(tokenizer_json())
+SAID = (
+    Message("system", "Tools: python"),
+    Message("user", "What is 5*9?"),
+    Message("assistant", "<tool_call>…</tool_call>"),
+    Message("tool", "45"),
+)
+
+
+def teacher(*urls: str, patience_seconds: float = 0.0, key: str | None = None) -> ChatTeacher:
+    return ChatTeacher(urls, "big-model", CHAT, key=key, timeout_seconds=10.0, patience_seconds=patience_seconds)
+
+
+def of_said(tokens_max: int = 100) -> Moment:
+    return replace(moment(), messages=SAID, tokens_max=tokens_max)
+
+
+async def test_a_model_without_ids_is_spoken_to_in_text_and_its_turn_is_a_teachers() -> None:
+    async with chat_server(completion("<answer>45</answer>")) as (url, asked), teacher(url, key="secret") as big:
+        turn = await big.next_turn(of_said())
+    assert CHAT.decode(turn.tokens) == "<answer>45</answer>"
+    assert turn.tokens[-1] == CHAT.end
+    assert (turn.logprobs, turn.versions, turn.finish_reason) == ([], [], "stop")
+    ((body, authorization),) = asked
+    assert authorization == "Bearer secret"
+    assert body["messages"] == [
+        {"role": "system", "content": "Tools: python"},
+        {"role": "user", "content": "What is 5*9?"},
+        {"role": "assistant", "content": "<tool_call>…</tool_call>"},
+        {"role": "user", "content": "<tool_response>45</tool_response>"},
+    ]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("big-model", 0.7, 100)
+
+
+async def test_a_turn_of_a_model_that_was_cut_off_has_no_end() -> None:
+    async with chat_server(completion("<answer>4", "length")) as (url, _), teacher(url) as big:
+        turn = await big.next_turn(of_said())
+    assert (CHAT.decode(turn.tokens), turn.finish_reason) == ("<answer>4", "length")
+    assert turn.tokens[-1] != CHAT.end
+
+
+async def test_a_turn_that_is_longer_here_than_there_is_cut() -> None:
+    async with chat_server(completion("<answer>" + "9" * 50 + "</answer>")) as (url, _), teacher(url) as big:
+        turn = await big.next_turn(of_said(tokens_max=10))
+    assert (len(turn.tokens), turn.finish_reason) == (10, "length")
+
+
+async def test_a_busy_model_is_asked_again_and_a_silent_one_is_an_infrastructure_error() -> None:
+    async with chat_server(429, 503, completion("ok")) as (url, asked), teacher(url, patience_seconds=60.0) as big:
+        assert CHAT.decode((await big.next_turn(of_said())).tokens) == "ok"
+        assert len(asked) == 3
+    answers: list[dict[str, Any]] = [completion(None), completion(""), {"choices": []}, {}]
+    for silent in answers:
+        async with chat_server(silent) as (url, _), teacher(url) as big:
+            with pytest.raises(PolicyFailed, match=r"empty turn|an answer that is none"):
+                await big.next_turn(of_said())
+
+
+async def test_another_server_of_the_model_takes_over() -> None:
+    async with chat_server(500) as (bad, _), chat_server(completion("ok")) as (good, asked), teacher(bad, good) as big:
+        for _ in range(3):
+            await big.next_turn(of_said())
+    assert len(asked) == 3
+
+
+async def test_a_key_comes_from_the_environment_and_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with chat_server(completion("ok")) as (url, asked):
+        model = Model(name="big", servers=(url,), served_name="b", key_variable="REPLAYGROUND_TEST_KEY")
+        monkeypatch.delenv("REPLAYGROUND_TEST_KEY", raising=False)
+        with pytest.raises(BadInput, match="REPLAYGROUND_TEST_KEY"):
+            async with served_models({"big": model}, CHAT):
+                pass
+        monkeypatch.setenv("REPLAYGROUND_TEST_KEY", "k")
+        async with served_models({"big": model}, CHAT) as models:
+            await models["big"].next_turn(of_said())
+    assert asked[0][1] == "Bearer k"
 
 
 async def test_a_teachers_turn_has_no_logprobs_and_no_version() -> None:

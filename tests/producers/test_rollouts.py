@@ -1,6 +1,7 @@
 """The worker over the log in memory: what ended is committed, what did not is played again, and nothing bad stops it."""
 
 import asyncio
+import json
 import shutil
 import threading
 import time
@@ -15,11 +16,10 @@ import pytest
 
 from producers import rollouts, stockroom
 from producers.config import RolloutsSettings, SchedulerSettings
-from producers.rollouts import Windows
 from producers.scheduler import Plan
 from sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
 from schemas.errors import LogUnavailable
-from schemas.events import EventRejected, Position, RolloutEnded, RolloutRequested, ToolObserved, TurnGenerated
+from schemas.events import EventRejected, RolloutEnded, RolloutRequested, ToolCalled, ToolObserved, TurnGenerated
 from schemas.ids import now_microseconds
 from schemas.metrics import Pulse
 from schemas.packed import unpack_tokens
@@ -27,6 +27,7 @@ from schemas.run import Run
 from streams.log.memory import MemoryLog
 from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted
 from tests.producers.test_policy import GOOD, server
+from tests.producers.test_scheduler import cancel
 
 SETTINGS = RolloutsSettings(slots=8, sandboxes=4, commit_seconds=0.05, poll_seconds=0.01, grace_seconds=2.0)
 GROUP = f"rollouts-{RUN_ID}"
@@ -84,6 +85,15 @@ class Field:
     @property
     def lag(self) -> int:
         return self.log.standing(GROUP, ["rollouts"])["rollouts"].lag
+
+    def calling(self) -> list[str | None]:
+        """Trajectories that have called a tool and not ended."""
+        over = {end.meta.trajectory_id for end in self.ends()}
+        calls = [event for event in events_on(self.log, "messages") if isinstance(event, ToolCalled)]
+        return [call.meta.trajectory_id for call in calls if call.meta.trajectory_id not in over]
+
+    def cancelled(self) -> list[RolloutEnded]:
+        return [end for end in self.ends() if end.ended_by == "cancelled"]
 
     def ends(self) -> list[RolloutEnded]:
         return [event for event in events_on(self.log, "messages") if isinstance(event, RolloutEnded)]
@@ -166,10 +176,36 @@ def test_bad_requests_become_facts_and_the_worker_lives(field: Field) -> None:
     field.until(lambda: field.lag == 0)
     field.finish()
     ends = Counter(end.ended_by for end in field.ends())
-    assert ends == {"answered": 2, "infra_error": 3, "deadline": 1}
+    assert ends == {"answered": 2, "infra_error": 4}
     (rejected,) = events_on(field.log, "dead-letters")
     assert isinstance(rejected, EventRejected)
     assert (rejected.original, rejected.stage, rejected.origin.topic) == (b"no event", "rollouts", "rollouts")
+
+
+def test_every_kind_of_trouble_is_written_on_the_event(field: Field) -> None:
+    """Outside the model and the sandbox: the tool said one thing, the agent read another, and the log has both."""
+    field.log.append(published(0, field.blobs))
+    (request, *_) = [r for r in field.ask(3) if r.task.tags["kind"] == "look"]
+    kinds = ("busy", "latency", "stale", "truncate", "pagination", "partial")
+    for kind in kinds:
+        rule = {"kind": kind, "tools": ["sql", "kv"], "characters_max": 3, "lines_per_page": 1, "milliseconds_max": 2}
+        world = {"name": kind, "perturbations": [rule | {"lines_lost_share": 1.0}]}
+        task = msgspec.structs.replace(request.task, world=json.dumps(world))
+        field.log.append(msgspec.structs.replace(request, task=task))
+    rows = "row 11\nrow 12"
+    field.start(scripted(sql=lambda a: rows, kv=lambda a: rows))
+    field.until(lambda: field.lag == 0)
+    field.finish()
+    observed = [event for event in events_on(field.log, "messages") if isinstance(event, ToolObserved)]
+    found = {record["applied"][0]["kind"]: (record, event.content) for event in observed for record in _recorded(event)}
+    assert found.keys() == set(kinds)
+    assert {record["original"] for record, _ in found.values()} == {rows, None}
+    assert [kind for kind in kinds if found[kind][0]["original"] is None] == ["busy"]
+    assert [kind for kind in kinds if found[kind][1] == rows] == ["latency"]
+
+
+def _recorded(event: ToolObserved) -> list[dict[str, Any]]:
+    return [json.loads(event.perturbation)] if event.perturbation and '"rule":0' in event.perturbation else []
 
 
 def test_what_has_not_ended_is_not_committed_and_is_played_again(field: Field) -> None:
@@ -190,6 +226,64 @@ def test_what_has_not_ended_is_not_committed_and_is_played_again(field: Field) -
     assert len({end.meta.trajectory_id for end in field.ends()}) == 30
     attempts = {event.meta.attempt_id for event in events_on(field.log, "messages")}
     assert len(attempts) > 30, "what was under way is a second attempt"
+
+
+def test_what_is_called_off_ends_as_cancelled_whether_it_runs_or_waits(field: Field) -> None:
+    """A task and then the whole run: what runs is stopped in the middle of a tool call, what waits never begins."""
+    field.log.append(published(0, field.blobs))
+    requests = field.ask(12)
+    field.start(_HangingBackend({}), msgspec.structs.replace(SETTINGS, slots=4, sandboxes=4))
+    field.until(lambda: len(field.calling()) == 4)
+    (one,) = [request for request in requests if request.meta.trajectory_id == field.calling()[0]]
+    field.log.append(cancel(task_id=one.meta.task_id))
+    field.until(lambda: one.meta.trajectory_id in {end.meta.trajectory_id for end in field.cancelled()})
+    assert len(field.cancelled()) == 1, "the others go on"
+    field.log.append(cancel(at=now_microseconds()))
+    field.until(lambda: field.lag == 0)
+    field.finish()
+    assert {end.meta.trajectory_id for end in field.ends()} == {request.meta.trajectory_id for request in requests}
+    cut_short = [end for end in field.cancelled() if end.turns > 0]
+    assert cut_short, "what it had said until then is kept"
+    assert {end.reason for end in field.cancelled()} == {"called off by an operator"}
+
+
+def test_a_slow_rollout_does_not_hold_up_those_behind_it(field: Field) -> None:
+    """Far more rollouts end behind it than the worker may hold at once; they are committed when it has ended too."""
+    field.log.append(published(0, field.blobs))
+    requests = field.ask(60)
+    backend = _OneSlowBackend({name: (lambda a: "7") for name in ("sql", "kv", "python", "set_up_world")})
+    field.start(backend, msgspec.structs.replace(SETTINGS, slots=2, sandboxes=2))
+    field.until(lambda: len(field.ends()) == len(requests) - 1)
+    assert field.lag > 4, "ends behind it wait, uncommitted"
+    backend.go_on()
+    field.until(lambda: field.lag == 0)
+    field.finish()
+    assert len(field.ends()) == len(requests)
+
+
+class _OneSlowBackend(ScriptedBackend):
+    """The first call of all waits until it is told to go on."""
+
+    async def open(self, slot: int) -> "_OneSlowSandbox":
+        self._loop = asyncio.get_running_loop()
+        self.free = asyncio.Event()
+        self.met = False
+        return _OneSlowSandbox(self)
+
+    def go_on(self) -> None:
+        self._loop.call_soon_threadsafe(self.free.set)
+
+
+class _OneSlowSandbox(ScriptedSandbox):
+    def __init__(self, backend: _OneSlowBackend) -> None:
+        super().__init__(backend.scripts)
+        self._backend = backend
+
+    async def call(self, tool: str, arguments: Any, key: str) -> Any:
+        is_first, self._backend.met = not self._backend.met, True
+        if is_first:
+            await self._backend.free.wait()
+        return await super().call(tool, arguments, key)
 
 
 class _HangingBackend(ScriptedBackend):
@@ -236,20 +330,3 @@ def test_a_log_that_fails_ends_the_worker(field: Field) -> None:
 class _BrokenLog(MemoryLog):
     def append(self, event: Any, acknowledged: Any = None) -> None:
         raise LogUnavailable("the broker is gone")
-
-
-def test_windows_commit_the_lowest_unfinished_offset() -> None:
-    windows = Windows()
-    for offset in (5, 6, 8, 9):
-        assert windows.begin("rollouts", 0, offset)
-    assert not windows.begin("rollouts", 0, 6), "delivered again after a rebalance"
-    windows.end("rollouts", 0, 6)
-    windows.end("rollouts", 0, 9)
-    assert windows.to_commit() == [Position(topic="rollouts", partition=0, offset=5)]
-    windows.committed(windows.to_commit())
-    assert windows.to_commit() == []
-    windows.end("rollouts", 0, 5)
-    assert windows.to_commit() == [Position(topic="rollouts", partition=0, offset=8)]
-    assert windows.unfinished() == 2
-    windows.end("rollouts", 0, 8)
-    assert windows.to_commit() == [Position(topic="rollouts", partition=0, offset=10)]

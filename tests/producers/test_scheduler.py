@@ -3,7 +3,7 @@
 import random
 import threading
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 
 import msgspec
@@ -13,12 +13,14 @@ from producers import stockroom
 from producers.config import SchedulerSettings
 from producers.scheduler import Plan, schedule
 from schemas.events import (
+    Address,
     BatchCut,
     Command,
     ControlIssued,
     EndedBy,
     Event,
     GroupCompleted,
+    GroupMember,
     Meta,
     RolloutEnded,
     RolloutRequested,
@@ -29,6 +31,9 @@ from schemas.events import (
 )
 from schemas.metrics import Pulse
 from schemas.run import Run
+from schemas.topics import TOPIC_BY_NAME, topic_of
+from streams.log.partitioner import partition_of
+from streams.rules.advantage import mean, teaches_nothing
 from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted
 
 SECOND = 1_000_000
@@ -53,8 +58,16 @@ def loaded(version: int, server: str = "s1", refusal: str | None = None) -> Weig
     )
 
 
-def ended(request: RolloutRequested, by: EndedBy = "answered", attempt_id: str = "a") -> TrajectoryAssembled:
-    changes = {"correlation_id": request.meta.id, "attempt_id": attempt_id, "topic": "trajectories"}
+def ended(
+    request: RolloutRequested, by: EndedBy = "answered", attempt_id: str = "a", seconds: float = 0.0
+) -> TrajectoryAssembled:
+    """The end of a rollout so many seconds after its request."""
+    changes = {
+        "correlation_id": request.meta.id,
+        "attempt_id": attempt_id,
+        "topic": "trajectories",
+        "timestamp": request.meta.timestamp + int(seconds * SECOND),
+    }
     return TrajectoryAssembled(
         meta=msgspec.structs.replace(request.meta, **changes),
         task=request.task,
@@ -70,7 +83,7 @@ def ended(request: RolloutRequested, by: EndedBy = "answered", attempt_id: str =
         reason=None,
         turns=0,
         tokens_sampled=0,
-        policy_version_oldest=None,
+        policy_version_oldest=1 if by == "answered" else None,
         template_hash="",
         tools_hash="",
         world_hash="",
@@ -189,9 +202,10 @@ def test_a_group_that_a_crash_cut_short_is_asked_for_in_full(run: Run) -> None:
 
 def test_infrastructure_errors_are_retried_then_closed_as_cancelled(run: Run) -> None:
     plan = ready(run, *tasks(1))
-    request = asked(plan.decide(0))[1]
+    other, request, _ = asked(plan.decide(0))
     seen = [request]
     now = 0
+    plan.apply(ended(other, seconds=15.0))  # others are served meanwhile
     for retry in (1, 2):
         plan.apply(ended(request, "infra_error", f"a{retry}"))
         assert plan.decide(now) == [], "a retry waits a little"
@@ -211,6 +225,49 @@ def test_infrastructure_errors_are_retried_then_closed_as_cancelled(run: Run) ->
     assert closed.meta.attempt_id == started.meta.attempt_id
     assert closed.meta.trajectory_id == request.meta.trajectory_id
     assert plan.decide(now + 1000 * SECOND) == asked(plan.decide(now)), "it is closed once"
+
+
+def fail_until(plan: Plan, request: RolloutRequested, seconds: int) -> tuple[RolloutRequested, list[Event]]:
+    """Fails a member again and again; returns its newest request and, when none followed, what was written instead."""
+    first = now = request.meta.timestamp
+    while now - first < seconds * SECOND:
+        plan.apply(ended(request, "infra_error", request.meta.id, seconds=5.0))
+        now = request.meta.timestamp + 5 * SECOND
+        plan.decide(now)
+        now += 5 * SECOND
+        written = [event for event in plan.decide(now) if event.meta.trajectory_id == request.meta.trajectory_id]
+        if not asked(written):
+            return request, written
+        (request,) = asked(written)
+    return request, []
+
+
+def test_no_member_is_given_up_while_the_servers_are_away(run: Run) -> None:
+    plan = ready(run, *tasks(1))
+    other, request, _ = asked(plan.decide(0))
+    request, written = fail_until(plan, request, seconds=600)
+    assert written == []
+    assert request.retry > 10 * SETTINGS.retries_max
+    back = request.meta.timestamp
+    plan.apply(
+        ended(other, seconds=back / SECOND + 20)
+    )  # a server is back; what failed before that, failed for want of it
+    request, written = fail_until(plan, request, seconds=11)
+    assert written == []
+    assert request.meta.timestamp > back
+    _, written = fail_until(plan, request, seconds=60)
+    assert [event.ended_by for event in written if isinstance(event, RolloutEnded)] == ["cancelled"], (
+        "it is its own fault"
+    )
+
+
+def test_an_outage_without_an_end_ends_the_wait(run: Run) -> None:
+    plan = ready(run, *tasks(1))
+    settings_seconds = int(SETTINGS.outage_seconds_max)
+    _, written = fail_until(plan, asked(plan.decide(0))[0], seconds=2 * settings_seconds)
+    (closed,) = (event for event in written if isinstance(event, RolloutEnded))
+    assert closed.ended_by == "cancelled"
+    assert closed.meta.timestamp >= settings_seconds * SECOND
 
 
 def test_a_failure_of_an_older_request_is_no_failure_of_the_newer(run: Run) -> None:
@@ -281,6 +338,167 @@ def test_nothing_is_asked_for_while_paused(run: Run) -> None:
     assert plan.decide(0) == []
     plan.apply(control("resume"))
     assert len(asked(plan.decide(0))) == 9
+
+
+def cancel(at: int = 10**9, task_id: str | None = None, session_id: str | None = None) -> ControlIssued:
+    changes = {"timestamp": at, "task_id": task_id, "session_id": session_id}
+    issued = control("cancel")
+    return msgspec.structs.replace(issued, meta=msgspec.structs.replace(issued.meta, **changes))
+
+
+def closed(events: list[Event]) -> list[tuple[str | None, EndedBy]]:
+    return [(event.meta.trajectory_id, event.ended_by) for event in events if isinstance(event, RolloutEnded)]
+
+
+def test_a_task_that_is_called_off_is_closed_member_by_member(run: Run) -> None:
+    plan = ready(run, *tasks(2))
+    requests = asked(plan.decide(0))
+    plan.apply(ended(requests[0]))
+    plan.apply(cancel(task_id=requests[0].meta.task_id))
+    written = plan.decide(SECOND)
+    assert closed(written) == [(request.meta.trajectory_id, "cancelled") for request in requests[1:3]]
+    assert plan.decide(2 * SECOND) == [], "it is closed once"
+    apply_all(
+        plan, [ended(requests[1], "infra_error"), ended(requests[2], "cancelled"), ended(requests[1], "cancelled")]
+    )
+    assert asked(plan.decide(10**9)) == []
+    assert plan.rollouts_running == 3, "the other group goes on"
+
+
+def test_a_task_is_called_off_before_it_was_ever_asked_for_and_while_paused(run: Run) -> None:
+    (evaluation,) = tasks(1, 2, "eval", 7)
+    plan = ready(run, evaluation, control("pause"), cancel(session_id=evaluation.meta.session_id))
+    written = plan.decide(SECOND)
+    assert [by for _, by in closed(written)] == ["cancelled", "cancelled"]
+    for event in written:
+        if isinstance(event, RolloutEnded):
+            again = ready(run, evaluation, loaded(7), cancel(session_id=evaluation.meta.session_id))
+            attempts = {event.meta.attempt_id for event in again.decide(SECOND)}
+            assert event.meta.attempt_id in attempts, "a restart closes the same attempts, which count once"
+    plan.apply(control("resume"))
+    plan.apply(loaded(7))
+    assert plan.decide(2 * SECOND) == []
+
+
+def test_cancelling_a_run_spares_what_is_submitted_later(run: Run) -> None:
+    early, late = tasks(2)
+    late = msgspec.structs.replace(late, meta=msgspec.structs.replace(late.meta, timestamp=200))
+    for order in ([early, late, cancel(100)], [cancel(100), late, early]):
+        written = ready(run, *order).decide(SECOND)
+        assert {request.meta.task_id for request in asked(written)} == {late.meta.task_id}
+        assert len(closed(written)) == 3
+
+
+def test_members_of_a_group_are_spread_over_partitions_and_so_over_workers(run: Run) -> None:
+    groups: dict[str | None, set[int]] = {}
+    for request in asked(ready(run, *tasks(8, group_size=8)).decide(0)):
+        key = topic_of(request).key(request).encode()
+        groups.setdefault(request.meta.group_id, set()).add(partition_of(key, TOPIC_BY_NAME["rollouts"].partitions))
+    assert len(groups) == 8
+    assert all(len(partitions) >= 2 for partitions in groups.values())
+
+
+def test_a_group_that_taught_nothing_is_replaced(run: Run) -> None:
+    plan = ready(run, *tasks(30))
+    requests = asked(plan.decide(0))
+    assert len(requests) == 3 * 8, "two batches of four groups"
+    apply_all(plan, [*(ended(request) for request in requests[:6]), completed(requests[0]), completed(requests[3])])
+    assert plan.decide(0) == [], "two live groups: the budget is used up"
+    apply_all(plan, [ended(request) for request in requests[6:9]])
+    plan.apply(completed(requests[6], "zero_variance"))
+    assert len(asked(plan.decide(0))) == 3
+
+
+CURRICULUM = msgspec.structs.replace(SETTINGS, curriculum="pass_rate", curriculum_tags=["level"])
+PASS_RATES = {"hopeless": 0.0, "hard": 0.02, "middling": 0.5, "easy": 0.98, "known": 1.0}
+
+
+def levelled(count: int) -> list[TaskSubmitted]:
+    """Tasks of five families in turn."""
+    levels = list(PASS_RATES)
+    return [
+        msgspec.structs.replace(
+            task, task=msgspec.structs.replace(task.task, tags={"level": levels[number % len(levels)]})
+        )
+        for number, task in enumerate(tasks(count, group_size=4))
+    ]
+
+
+def judged(requests: list[RolloutRequested], rewards: list[float], version: int) -> GroupCompleted:
+    members = [
+        GroupMember(
+            index=index,
+            trajectory_id=request.meta.trajectory_id or "",
+            attempt_id="a",
+            trajectory=Address("trajectories", 0, 0),
+            reward=reward,
+            advantage=0.0,
+            valid=True,
+            tokens_sampled=1,
+            policy_version_oldest=version,
+        )
+        for index, (request, reward) in enumerate(zip(requests, rewards, strict=True))
+    ]
+    found = completed(requests[0], teaches_nothing(rewards))
+    return msgspec.structs.replace(found, members=members, reward_mean=mean(rewards))
+
+
+def practised(run: Run, settings: SchedulerSettings, history: list[Event]) -> tuple[int, int]:
+    """(groups asked for, live groups among them) of a whole run, in which families succeed at their own rates."""
+    draw = random.Random(7)
+    plan = Plan(run, settings)
+    given: list[Event] = [published(1), loaded(1), *levelled(2000)]
+    apply_all(plan, given)
+    history += given
+    version, groups, live = 1, 0, 0
+    while version < 1 + run.job.steps:
+        written = asked(plan.decide(0))
+        history += written
+        for place in range(0, len(written), 4):
+            members = written[place : place + 4]
+            rate = PASS_RATES[members[0].task.tags["level"]]
+            group = judged(members, [float(draw.random() < rate) for _ in members], version)
+            facts = [*(ended(member) for member in members), group]
+            apply_all(plan, facts)
+            history += facts
+            groups, live = groups + 1, live + (group.dropped_because is None)
+        if plan.groups_accepted >= (version - run.job.first_version + 1) * run.job.groups_per_batch:
+            version += 1
+            apply_all(plan, news := [published(version), loaded(version)])
+            history += news
+    return groups, live
+
+
+def test_a_curriculum_needs_fewer_groups_for_as_many_that_teach(run: Run) -> None:
+    run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, steps=20))
+    plain, plain_live = practised(run, SETTINGS, [])
+    chosen, chosen_live = practised(run, CURRICULUM, [])
+    assert chosen_live / chosen > 2 * plain_live / plain, (plain, plain_live, chosen, chosen_live)
+
+
+def test_a_curriculum_chooses_the_same_after_a_restart_in_any_order(run: Run) -> None:
+    history: list[Event] = []
+    practised(run, CURRICULUM, history)
+    told = [event for event in history if isinstance(event, TaskSubmitted)]
+    places = [place for place, event in enumerate(history) if isinstance(event, RolloutRequested)]
+    for place in [place for place in places if place - 1 not in places]:  # where the first life came to ask for more
+        rest = [event for event in history[:place] if not isinstance(event, TaskSubmitted)]
+        chosen = [
+            event.meta.id for event in takewhile(lambda event: isinstance(event, RolloutRequested), history[place:])
+        ]
+        plan = Plan(run, CURRICULUM)
+        apply_all(plan, told)  # in the order of their topic; what came of them, in any
+        apply_all(plan, random.Random(place).sample(rest, len(rest)))
+        assert [request.meta.id for request in asked(plan.decide(0))] == chosen
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["curriculum_low = 0.95", "curriculum_outside = 0", "curriculum_half_life_versions = 0", 'curriculum = "on"'],
+)
+def test_a_curriculum_that_cannot_be_followed_is_refused(wrong: str) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.toml.decode(wrong, type=SchedulerSettings)
 
 
 def test_other_runs_are_none_of_our_business(run: Run, tmp_path: Path) -> None:

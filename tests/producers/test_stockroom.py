@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from producers import stockroom
-from producers.agent import Answer, Call, parse
+from producers.formats import Answer, Call, parse
 from producers.stockroom import ATTRIBUTES, ITEMS, RIGHT_SOURCE, held_out, tasks
 from sandboxes.worlds.world import world_from_json
 from schemas.events import Task

@@ -141,6 +141,18 @@ def test_without_evaluations_training_starts_at_once(run: Run) -> None:
     assert controls(events) == []
 
 
+def test_a_curriculum_is_given_several_tasks_for_each_that_is_played(run: Run) -> None:
+    several = FeederSettings(evaluation_tasks=0, evaluation_tasks_between=0, train_backlog=5, tasks_per_lesson=3)
+    fold = Feed(run, several, stockroom.tasks)
+    fold.apply(published(1))
+    events = fold.decide(0)
+    assert sessions(events)["train"] == 3 * 5
+    lessons = [event for event in events if event.meta.session_id == "train"]
+    for event in all_ended(lessons[:1]):
+        fold.apply(event)
+    assert len(fold.decide(0)) == 3
+
+
 def test_the_program_over_a_log(run: Run, tmp_path: Path) -> None:
     log, _ = a_log(tmp_path)
     log.append(published(1))

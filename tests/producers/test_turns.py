@@ -7,8 +7,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from producers.agent import ChatFormat
 from producers.attempt import Attempt, close_unplayed
+from producers.chat import ChatFormat
 from producers.policy import Moment, PolicyFailed, Turn
 from producers.turns import play
 from sandboxes.backends.scripted import ScriptedBackend
@@ -207,17 +207,24 @@ async def test_a_deadline_that_has_passed_ends_before_the_first_turn() -> None:
     policy = Scripted(PYTHON)
     events = await played(policy, request(seconds=-1.0))
     assert [type(event) for event in events] == [RolloutStarted, RolloutEnded]
-    assert last(events).ended_by == "deadline"
+    assert last(events).ended_by == "infra_error", "nobody was free for it: not the agent's fault"
     assert not policy.moments
 
 
 async def test_a_deadline_stops_a_slow_policy() -> None:
     class Slow(Scripted):
-        async def next_turn(self, moment: Moment) -> Turn:
-            await asyncio.sleep(30)
-            raise AssertionError
+        def __init__(self, *texts: str, quick_turns: int) -> None:
+            super().__init__(*texts)
+            self.quick_turns = quick_turns
 
-    assert last(await played(Slow(PYTHON), request(seconds=0.05))).ended_by == "deadline"
+        async def next_turn(self, moment: Moment) -> Turn:
+            if len(self.moments) >= self.quick_turns:
+                await asyncio.sleep(30)
+            return await super().next_turn(moment)
+
+    assert last(await played(Slow(PYTHON, quick_turns=1), request(seconds=1.0))).ended_by == "deadline"
+    end = last(await played(Slow(PYTHON, quick_turns=0), request(seconds=0.05)))
+    assert end.ended_by == "infra_error", "an agent that never had the word is not to blame"
 
 
 async def test_a_turn_of_another_version_than_required_counts_for_nothing() -> None:

@@ -1,6 +1,7 @@
 """Trajectories to tensors: what is refused, and that sharing prefixes, cutting and padding change nothing."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy
 import pytest
@@ -9,14 +10,15 @@ from msgspec.structs import replace
 from safetensors.torch import load
 from tokenizers import Tokenizer
 
-from schemas.events import TrajectoryAssembled
+from schemas.events import Context, TrajectoryAssembled
 from schemas.packed import pack_logprobs, pack_tokens, unpack_tokens
 from tests.trainer.episodes import assembled, played
 from trainer.base_model import WEIGHTS
-from trainer.batch import UNVERSIONED, Episode, Refused, TrainingBatch, episode_of, training_batch
+from trainer.batch import UNVERSIONED, Episode, Refused, TrainingBatch, counting_only, episodes_of, training_batch
 from trainer.config import GrpoSettings
 from trainer.engines.llama import Llama, llama_shape
 from trainer.loss import Tokens, policy_loss
+from trainer.step import batch_metrics
 
 
 def llama(files: dict[str, bytes], dtype: torch.dtype = torch.float64) -> Llama:
@@ -33,7 +35,8 @@ def events(tokenizer: Tokenizer) -> list[TrajectoryAssembled]:
 @pytest.fixture(scope="module")
 def episodes(events: list[TrajectoryAssembled], tokenizer: Tokenizer) -> list[Episode]:
     size = tokenizer.get_vocab_size()
-    return [episode_of(event, size, advantage=(-1.0) ** n * (1 + n / 10)) for n, event in enumerate(events)]
+    advantages = [(-1.0) ** n * (1 + n / 10) for n in range(len(events))]
+    return [e for event, advantage in zip(events, advantages, strict=True) for e in episodes_of(event, size, advantage)]
 
 
 def gradients(files: dict[str, bytes], batch: TrainingBatch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -126,9 +129,87 @@ def test_what_cannot_be_trained_on_is_refused(events: list[TrajectoryAssembled],
     size = tokenizer.get_vocab_size()
     for reason, event in broken(events[0], size):
         with pytest.raises(Refused, match=reason):
-            episode_of(event, size)
+            episodes_of(event, size)
 
 
 def test_a_teacher_needs_no_logprobs(events: list[TrajectoryAssembled], tokenizer: Tokenizer) -> None:
     silent = replace(events[0], logprobs=b"")
-    assert not episode_of(silent, tokenizer.get_vocab_size(), teacher=True).logprobs.any()
+    (episode,) = episodes_of(silent, tokenizer.get_vocab_size(), teacher=True)
+    assert not episode.logprobs.any()
+
+
+def together(*events: TrajectoryAssembled) -> TrajectoryAssembled:
+    """One trajectory whose contexts are these, each of another agent."""
+    starts = [0, *accumulate(len(event.loss_mask) for event in events)]
+    segments = [
+        replace(segment, start=segment.start + start, end=segment.end + start, agent=f"agent-{number}")
+        for number, (event, start) in enumerate(zip(events, starts, strict=False))
+        for segment in event.segments
+    ]
+    return replace(
+        events[0],
+        tokens=b"".join(event.tokens for event in events),
+        loss_mask=b"".join(event.loss_mask for event in events),
+        logprobs=b"".join(event.logprobs for event in events),
+        segments=segments,
+        contexts=[Context(start=start, agent=f"agent-{n}") for n, start in enumerate(starts[:-1])],
+    )
+
+
+def test_contexts_are_computed_apart(
+    model_files: dict[str, bytes], events: list[TrajectoryAssembled], tokenizer: Tokenizer
+) -> None:
+    """No agent attends to what another one saw: a team's gradient is that of its contexts as sequences of their own."""
+    size = tokenizer.get_vocab_size()
+    apart = [e for event in events[:6] for e in episodes_of(event, size, advantage=0.7)]
+    joined = [e for n in (0, 3) for e in episodes_of(together(*events[n : n + 3]), size, advantage=0.7)]
+    assert len(joined) == 6
+    loss, expected = gradients(model_files, training_batch(apart, 10**9))
+    joined_loss, found = gradients(model_files, training_batch(joined, 10**9))
+    assert joined_loss == pytest.approx(loss, rel=1e-9)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_a_trajectory_of_many_contexts_weighs_as_much_as_one_of_one(
+    events: list[TrajectoryAssembled], tokenizer: Tokenizer
+) -> None:
+    size = tokenizer.get_vocab_size()
+    team, alone = episodes_of(together(*events[:3]), size, reward=1.0), episodes_of(events[3], size)
+    batch = training_batch([*team, *alone], 10**9, "sequence_mean")
+    (micro,) = batch.micro_batches
+    share_of_alone = sum(
+        float(micro.share[micro.trajectory == n].sum()) for n, e in enumerate(batch.episodes) if e is alone[0]
+    )
+    assert share_of_alone == pytest.approx(0.5)
+    metrics = batch_metrics(batch.episodes, 5)
+    assert (metrics["trajectories"], metrics["reward_mean"]) == (2.0, 0.5)
+
+
+def test_only_the_chosen_agents_are_learned_from(events: list[TrajectoryAssembled], tokenizer: Tokenizer) -> None:
+    size = tokenizer.get_vocab_size()
+    team = together(*events[:3])
+    (episode,) = episodes_of(counting_only(team, ("agent-1",)), size)
+    (expected,) = episodes_of(events[1], size)
+    assert episode.tokens.tolist() == expected.tokens.tolist()
+    assert episode.sampled.tolist() == expected.sampled.tolist()
+    assert counting_only(team, ()) is team
+    assert len(episodes_of(counting_only(team, ("agent-0", "agent-2")), size)) == 2
+    with pytest.raises(Refused, match="no sampled token"):
+        episodes_of(counting_only(team, ("nobody",)), size)
+
+
+def test_contexts_that_do_not_divide_a_trajectory_are_refused(
+    events: list[TrajectoryAssembled], tokenizer: Tokenizer
+) -> None:
+    size, length = tokenizer.get_vocab_size(), len(events[0].loss_mask)
+    sampled_at = events[0].loss_mask.index(1)
+    for starts, reason in [
+        ((1, 5), "contexts start at"),
+        ((0, 9, 3), "contexts start at"),
+        ((0, length + 1), "contexts start at"),
+        ((0, sampled_at), "first token of a context"),
+    ]:
+        contexts = [Context(start=start, agent="a") for start in starts]
+        with pytest.raises(Refused, match=reason):
+            episodes_of(replace(events[0], contexts=contexts), size)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.trainer.episodes import assembled, played
 from trainer.base_model import WEIGHTS
-from trainer.batch import Episode, MicroBatch, episode_of, in_order, training_batch
+from trainer.batch import Episode, MicroBatch, episodes_of, in_order, training_batch
 from trainer.engines.foreign import ForeignModel
 from trainer.engines.llama import Llama, llama_shape
 from trainer.muon import Muon, orthogonalised
@@ -34,7 +34,11 @@ def one_by_one(model: Any, episodes: list[Episode]) -> Tensor:
 @pytest.fixture(scope="module")
 def episodes(tokenizer: Tokenizer) -> list[Episode]:
     size = tokenizer.get_vocab_size()
-    return [episode_of(assembled(e, tokenizer, number=n), size, teacher=True) for n, e in enumerate(played(20, seed=5))]
+    return [
+        episode
+        for n, e in enumerate(played(20, seed=5))
+        for episode in episodes_of(assembled(e, tokenizer, number=n), size, teacher=True)
+    ]
 
 
 def variant(model_files: dict[str, bytes], grouped: bool, tied: bool) -> tuple[bytes, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from safetensors.torch import save as save_safetensors
 from schemas.errors import BadInput
 from schemas.events import TrajectoryAssembled
 from trainer.base_model import WEIGHTS
-from trainer.batch import Episode, Refused, TrainingBatch, episode_of, training_batch
+from trainer.batch import Episode, Refused, TrainingBatch, episodes_of, training_batch
 from trainer.checkpoint import optimizer_files, restore_optimizer
 from trainer.config import GrpoSettings, TrainerSettings
 from trainer.engines.foreign import ForeignModel
@@ -123,7 +123,7 @@ def _tensors(batch: GrpoBatch, vocabulary_size: int, settings: GrpoSettings) -> 
     refused: list[str] = []
     for event, reward, advantage in zip(batch.trajectories, batch.rewards, batch.advantages, strict=True):
         try:
-            episodes.append(episode_of(event, vocabulary_size, advantage, reward))
+            episodes += episodes_of(event, vocabulary_size, advantage, reward)
         except Refused as refusal:
             refused.append(str(refusal))
     return training_batch(

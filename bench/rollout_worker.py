@@ -1,0 +1,36 @@
+"""A rollout worker in a process of its own, for bench/rollouts.py: python -m bench.rollout_worker RUN SETTINGS BACKEND"""
+
+import signal
+import sys
+import threading
+
+import msgspec
+
+from producers import rollouts
+from producers.config import RolloutsSettings
+from sandboxes.backends.scripted import ScriptedBackend
+from schemas.blobs import Blobs
+from schemas.metrics import Pulse
+from schemas.run import Run
+from streams.log.connect import open_log
+
+_ANSWERS = {"sql": "7", "kv": "7", "python": "45", "set_up_world": ""}
+"what the tools of the Stockroom say in a scripted sandbox"
+
+
+def main(run: Run, settings: RolloutsSettings, backend: str) -> None:
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    scripts = {tool: (lambda arguments, answer=answer: answer) for tool, answer in _ANSWERS.items()}
+    scripted = ScriptedBackend(scripts) if backend == "scripted" else None
+    log = open_log(run)
+    try:
+        rollouts.work(run, settings, Pulse(), stop, log, Blobs(run.blobs_url), scripted)
+    finally:
+        log.close()
+
+
+if __name__ == "__main__":
+    main(
+        msgspec.json.decode(sys.argv[1], type=Run), msgspec.json.decode(sys.argv[2], type=RolloutsSettings), sys.argv[3]
+    )

@@ -1,0 +1,283 @@
+"""Chat formats: messages to token ids, so that what follows a turn extends the ids that were sampled.
+
+ChatFormat is our own, one token per role header: `<|system|>…<|end|><|user|>…<|end|><|assistant|>`, then sampled ids up to
+and with `<|end|>`, then `<|tool|><tool_response>…</tool_response><|end|><|assistant|>`. TemplateFormat speaks the Jinja
+template that came with a model. Only ids are ever joined: sampled text is tokenised again only where a template rewrites
+what was said before, and there a new context begins and says so.
+
+Text from outside (tasks, tools, other agents) is encoded with role tokens as plain text, so that nothing a tool returns can
+speak in another role. Not covered: `</tool_response>` and its like are ordinary text and can be imitated by a tool.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import jinja2
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from schemas.errors import BadInput
+
+END = "<|end|>"
+CHAT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"Files of a weight version that say how its model is spoken to; the first is needed."
+
+_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", END)
+_TEMPLATE = "roles-1"
+"Name of our own format; goes into template_hash, so change it when the layout changes."
+_SYSTEM_PROMPTS_KEPT = 64
+_SHIELD = "\ue000"
+"Stands inside a role token that is only text, until the text is encoded. A private-use character: nobody writes it."
+
+type Tools = Sequence[Mapping[str, Any]]
+"Specifications of tools, as chat templates list them."
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a context, as text."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What an agent reads next: ids that follow those it has, or, with a reason, all ids of a new context."""
+
+    tokens: list[int]
+    restarts_because: str | None = None
+
+
+class Chat(Protocol):
+    """Text to ids and back, for one model."""
+
+    @property
+    def end(self) -> int:
+        """The token that closes a turn."""
+
+    @property
+    def template_hash(self) -> str: ...
+
+    def opened(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """All that an agent reads before its first turn. Raises BadInput when the template cannot say it."""
+
+    def extended(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
+        """What is read after a turn. The last message is new, the one before it is the turn. A turn that was cut off
+        before its end token is closed here, unsampled."""
+
+    def turn(self, text: str) -> list[int]:
+        """Ids of a turn that a teacher wrote."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of a sampled turn, for people and parsers, without the token that closed it."""
+
+
+def chat_of(files: Mapping[str, bytes]) -> Chat:
+    """Our own format where the tokenizer knows its roles, else the model's template. Raises BadInput for neither."""
+    tokenizer_json = files["tokenizer.json"]
+    tokenizer = tokenizer_of(tokenizer_json)
+    missing = [role for role in _ROLES if tokenizer.token_to_id(role) is None]
+    if not missing:
+        return ChatFormat(tokenizer_json)
+    try:
+        config = msgspec.json.decode(files.get("tokenizer_config.json", b"{}"), type=_TokenizerConfig)
+    except msgspec.DecodeError as error:
+        raise BadInput(f"tokenizer_config.json cannot be read: {error}") from error
+    template = files.get("chat_template.jinja", b"").decode() or config.template
+    if not template:
+        raise BadInput(f"the tokenizer has no token {missing[0]} and the model came without a chat template")
+    return TemplateFormat(tokenizer_json, template, end=config.text("eos"), begin=config.text("bos"))
+
+
+class ChatFormat:
+    """Our own format. Every extension is exact, so a context never begins anew."""
+
+    def __init__(self, tokenizer_json: bytes) -> None:
+        """Raises BadInput when the bytes are no tokenizer or it lacks a role token."""
+        self._tokenizer = tokenizer_of(tokenizer_json)
+        self.system, self.user, self.assistant, self.tool, self.end = (self._role(name) for name in _ROLES)
+        self._system_tokens: dict[str, list[int]] = {}
+        self.template_hash = hashlib.sha256(_TEMPLATE.encode() + tokenizer_json).hexdigest()
+
+    def opened(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        tokens = [token for message in messages for token in self._said(message)]
+        return [*tokens, self.assistant]
+
+    def extended(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
+        closing = [] if turn_was_closed else [self.end]
+        return Extension([*closing, *self._said(messages[-1]), self.assistant])
+
+    def turn(self, text: str) -> list[int]:
+        return [*self.encode(text), self.end]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text; role tokens in it stay text."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        closed = bool(tokens) and tokens[-1] == self.end
+        return self._tokenizer.decode(tokens[:-1] if closed else tokens, skip_special_tokens=False)
+
+    def _said(self, message: Message) -> list[int]:
+        match message.role:
+            case "system":
+                return self._system(message.content)
+            case "user":
+                return [self.user, *self.encode(message.content), self.end]
+            case "assistant":
+                return [self.assistant, *self.encode(message.content), self.end]
+            case "tool":
+                return [self.tool, *self.encode(f"<tool_response>{message.content}</tool_response>"), self.end]
+
+    def _system(self, content: str) -> list[int]:
+        """Kept: it is the same for all tasks of a toolset, and often the longest part of a prompt."""
+        if content not in self._system_tokens:
+            if len(self._system_tokens) >= _SYSTEM_PROMPTS_KEPT:
+                self._system_tokens.clear()
+            self._system_tokens[content] = [self.system, *self.encode(content), self.end]
+        return self._system_tokens[content]
+
+    def _role(self, name: str) -> int:
+        token = self._tokenizer.token_to_id(name)
+        if token is None:
+            raise BadInput(
+                f"the tokenizer has no token {name}: this model does not speak the chat format of producers/chat.py"
+            )
+        return int(token)
+
+
+class TemplateFormat:
+    """A model's own Jinja template. What follows a turn is found by rendering the whole with the new message: where that
+    begins with what was read and said so far, the rest is encoded and appended; where it does not (a template that drops
+    earlier reasoning, trims or rewrites), the whole is encoded as a new context.
+
+    Templates see no clock: one that asks for today's date uses the date it has built in."""
+
+    def __init__(self, tokenizer_json: bytes, template: str, *, end: str, begin: str = "") -> None:
+        """`end` closes a turn, `begin` is the template's bos_token. Raises BadInput."""
+        self._tokenizer = tokenizer_of(tokenizer_json)
+        self._special = _special_tokens(tokenizer_json)
+        if end not in self._special:
+            raise BadInput(f"the token {end!r} that closes a turn is no special token of the tokenizer")
+        names = sorted(self._special, key=len, reverse=True)
+        self._special_split = re.compile("(" + "|".join(re.escape(name) for name in names) + ")")
+        self._end_text, self._begin_text = end, begin
+        self.end = self._special[end]
+        self._template = _compiled(template)
+        self.template_hash = hashlib.sha256(template.encode() + tokenizer_json).hexdigest()
+        self._require_seams(tokenizer_json)
+
+    def opened(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        return self._encoded(self._rendered(messages, tools))
+
+    def extended(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
+        whole = self._rendered(messages, tools)
+        so_far = self._rendered(messages[:-2], tools) + self._shielded(messages[-2].content) + self._end_text
+        if not whole.startswith(so_far):
+            return Extension(self._encoded(whole), "the chat template rewrites what was read and said before")
+        closing = [] if turn_was_closed else [self.end]
+        return Extension([*closing, *self._encoded(whole[len(so_far) :])])
+
+    def turn(self, text: str) -> list[int]:
+        return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.end]
+
+    def decode(self, tokens: list[int]) -> str:
+        closed = bool(tokens) and tokens[-1] == self.end
+        return self._tokenizer.decode(tokens[:-1] if closed else tokens, skip_special_tokens=False)
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools) -> str:
+        """The messages and the header of the next turn."""
+        try:
+            return self._template.render(
+                messages=[{"role": said.role, "content": self._shielded(said.content)} for said in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                bos_token=self._begin_text,
+                eos_token=self._end_text,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            raise BadInput(f"the chat template cannot render this conversation: {error}") from error
+
+    def _shielded(self, content: str) -> str:
+        """Content in which no role token can be found."""
+        content = content.replace(_SHIELD, "\ufffd")
+        return self._special_split.sub(lambda found: found[0][0] + _SHIELD + found[0][1:], content)
+
+    def _encoded(self, rendered: str) -> list[int]:
+        """Ids of rendered text: role tokens of the template by name, all between them as plain text."""
+        tokens: list[int] = []
+        for piece in self._special_split.split(rendered):
+            if piece in self._special:
+                tokens.append(self._special[piece])
+            elif piece:
+                tokens += self._tokenizer.encode(piece.replace(_SHIELD, ""), add_special_tokens=False).ids
+        return tokens
+
+    def _require_seams(self, tokenizer_json: bytes) -> None:
+        """Ids around role tokens must not depend on what stands on their other side. Raises BadInput."""
+        rendered = self._rendered([Message("user", " a b\n"), Message("assistant", "c "), Message("user", "d")], ())
+        whole: list[int] = Tokenizer.from_buffer(tokenizer_json).encode(rendered, add_special_tokens=False).ids
+        if whole != self._encoded(rendered):
+            raise BadInput("this tokenizer joins text across its role tokens: turns cannot be extended exactly")
+
+
+class _TokenizerConfig(msgspec.Struct):
+    """What is needed of tokenizer_config.json. A token is its text, or a record that holds it."""
+
+    chat_template: str | list[dict[str, str]] | None = None
+    eos_token: str | dict[str, Any] | None = None
+    bos_token: str | dict[str, Any] | None = None
+
+    @property
+    def template(self) -> str:
+        """The template for tools where there are several, else the default one."""
+        if not isinstance(self.chat_template, list):
+            return self.chat_template or ""
+        named = {entry.get("name", ""): entry.get("template", "") for entry in self.chat_template}
+        return named.get("tool_use") or named.get("default", "")
+
+    def text(self, which: Literal["eos", "bos"]) -> str:
+        token = self.eos_token if which == "eos" else self.bos_token
+        return str(token.get("content", "")) if isinstance(token, dict) else token or ""
+
+
+def tokenizer_of(tokenizer_json: bytes) -> Tokenizer:
+    """A tokenizer that reads role tokens as text. Raises BadInput."""
+    try:
+        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    except Exception as error:  # the library raises bare Exception
+        raise BadInput(f"tokenizer.json cannot be read: {error}") from error
+    tokenizer.encode_special_tokens = True  # "<|tool|>" in a tool's output is eight characters, not a role
+    return tokenizer
+
+
+def _special_tokens(tokenizer_json: bytes) -> dict[str, int]:
+    added = json.loads(tokenizer_json).get("added_tokens") or []
+    return {entry["content"]: int(entry["id"]) for entry in added if entry.get("special")}
+
+
+def _compiled(template: str) -> jinja2.Template:
+    """As transformers compiles chat templates, in Jinja's sandbox."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _as_json
+    environment.globals["raise_exception"] = _raise_exception
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise BadInput(f"the chat template is no Jinja: {error}") from error
+
+
+def _as_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> str:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,236 @@
+"""Tool-call formats: how agents of different families write a call, and how their turns are read.
+
+hermes     <tool_call>{"name": "python", "arguments": {"code": "1+1"}}</tool_call>           (also Qwen 2.5 and 3)
+llama      <|python_tag|>{"name": "python", "parameters": {"code": "1+1"}}                   (Llama 3; the tag may be left out)
+xml        <tool name="python"><arg name="code">1+1</arg></tool>
+qwen_xml   <tool_call><function=python><parameter=code>1+1</parameter></function></tool_call>  (Qwen 3 Coder)
+
+In every format `<answer>…</answer>` answers. One call a turn: of several calls none is made, and the agent is told so, since
+a later call was written without knowing what the first one brings. No text makes a parser raise.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+from xml.sax.saxutils import unescape
+
+import msgspec
+
+type Parameters = Mapping[str, Mapping[str, Any]]
+"JSON schemas of the arguments, by name of the tool."
+FormatName = Literal["hermes", "llama", "xml", "qwen_xml"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The agent asked for a tool. `text` is the JSON of the arguments, as the agent wrote it where it writes JSON."""
+
+    tool: str
+    arguments: dict[str, Any]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The agent answered, which ends its part. White space around the answer is stripped."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """The agent tried to call a tool or to answer, and this is what was wrong with it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The agent neither called a tool nor answered."""
+
+
+type Said = Call | Answer | Malformed | Idle
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One way of writing calls."""
+
+    name: FormatName
+    right_form: str
+    "a whole call, as an agent should have written it"
+    _read: Callable[[str, Parameters], Said]
+
+    def parse(self, text: str, parameters: Parameters) -> Said:
+        """What a turn does. Total. XML carries text only, so `parameters` says which arguments are numbers, lists …"""
+        return self._read(text, parameters)
+
+    def described(self, specifications: list[dict[str, Any]]) -> str:
+        """What an agent is told about its tools, for models whose chat template does not do it."""
+        lines = [msgspec.json.encode(specification["function"]).decode() for specification in specifications]
+        tools = "\n".join(lines)
+        return f"Tools, one a line:\n{tools}\nTo call one, write {self.right_form}, one call a turn."
+
+
+def parse(text: str) -> Said:
+    """What a turn in the hermes format does."""
+    return _read_hermes(text, {})
+
+
+def format_named(name: FormatName) -> ToolFormat:
+    return _FORMATS[name]
+
+
+class _HermesCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: msgspec.Raw
+
+
+class _LlamaCall(msgspec.Struct, frozen=True):
+    name: str
+    parameters: msgspec.Raw
+
+
+_SEVERAL = "one call a turn"
+_BOTH = "a turn is a call or an answer, not both"
+_PYTHON_TAG = "<|python_tag|>"
+_NEXT_LLAMA_CALL = re.compile(r'\}\s*;?\s*\{\s*"name"')
+_HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def _read_hermes(text: str, parameters: Parameters) -> Said:
+    calls = _HERMES_CALL.findall(text)
+    if len(calls) > 1:
+        return Malformed(_SEVERAL)
+    if calls:
+        return Malformed(_BOTH) if "<answer>" in text else _hermes_call(calls[0])
+    return Malformed("<tool_call> without </tool_call>") if "<tool_call>" in text else _answer(text)
+
+
+def _hermes_call(body: str) -> Said:
+    try:
+        call = msgspec.json.decode(body, type=_HermesCall)
+        return _json_call(call.name, call.arguments, "arguments")
+    except _NOT_JSON as error:
+        return Malformed(f'the call is not {{"name": …, "arguments": {{…}}}}: {error}')
+
+
+def _read_llama(text: str, parameters: Parameters) -> Said:
+    before, tag, after = text.partition(_PYTHON_TAG)
+    body = (after if tag else before).strip()
+    if not tag and not body.startswith("{"):
+        return _answer(text)
+    if tag and "<answer>" in before:
+        return Malformed(_BOTH)
+    try:
+        call = msgspec.json.decode(body, type=_LlamaCall)
+        return _json_call(call.name, call.parameters, "parameters")
+    except _NOT_JSON as error:
+        if _NEXT_LLAMA_CALL.search(body):
+            return Malformed(_SEVERAL)
+        return Malformed(f'the call is not {{"name": …, "parameters": {{…}}}}: {error}')
+
+
+_NOT_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
+
+
+def _json_call(name: str, written: msgspec.Raw, key: str) -> Said:
+    arguments = msgspec.json.decode(written)
+    if not isinstance(arguments, dict):
+        return Malformed(f"{key} must be a JSON object")
+    return Call(name, arguments, bytes(written).decode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """The marks of an XML format: how a call opens, what follows its name, and how an argument is written."""
+
+    opens: str
+    closes: str
+    call: re.Pattern[str]
+    argument: re.Pattern[str]
+    unescaped: bool
+
+
+_XML = _Tags(
+    opens="<tool ",
+    closes="</tool>",
+    call=re.compile(r'<tool\s+name="([^"<>]*)"\s*>(.*?)</tool>', re.DOTALL),
+    argument=re.compile(r'<arg\s+name="([^"<>]*)"\s*>(.*?)</arg>', re.DOTALL),
+    unescaped=True,
+)
+_QWEN_XML = _Tags(
+    opens="<tool_call>",
+    closes="</tool_call>",
+    call=re.compile(r"<tool_call>\s*<function=([^<>]*)>(.*?)</function>\s*</tool_call>", re.DOTALL),
+    argument=re.compile(r"<parameter=([^<>]*)>(.*?)</parameter>", re.DOTALL),
+    unescaped=False,
+)
+
+
+def _read_tagged(text: str, parameters: Parameters, tags: _Tags) -> Said:
+    calls = tags.call.findall(text)
+    if len(calls) > 1:
+        return Malformed(_SEVERAL)
+    if calls:
+        (name, body), outside = calls[0], tags.call.sub("", text)
+        return Malformed(_BOTH) if "<answer>" in outside else _tagged_call(name, body, parameters, tags)
+    if tags.opens in text:
+        missing = tags.closes not in text
+        return Malformed(f"{tags.opens.strip()} without {tags.closes}" if missing else "the call has no name")
+    return _answer(text)
+
+
+def _tagged_call(name: str, body: str, parameters: Parameters, tags: _Tags) -> Said:
+    rest = tags.argument.sub("", body).strip()
+    if rest:
+        return Malformed(f"beside its arguments the call holds {rest[:80]!r}")
+    properties = parameters.get(name, {}).get("properties", {})
+    arguments: dict[str, Any] = {}
+    for key, value in tags.argument.findall(body):
+        if key in arguments:
+            return Malformed(f"argument {key!r} is given twice")
+        arguments[key] = _value(unescape(value) if tags.unescaped else value, properties.get(key, {}))
+    try:
+        return Call(name.strip(), arguments, msgspec.json.encode(arguments).decode())
+    except (UnicodeError, RecursionError, OverflowError, msgspec.EncodeError) as error:
+        return Malformed(f"the arguments cannot be written as JSON: {error}")
+
+
+def _value(text: str, schema: Mapping[str, Any]) -> Any:
+    """The argument as its schema wants it; as text where the schema says so, says nothing, or does not fit."""
+    text = text.removeprefix("\n").removesuffix("\n")
+    kind = schema.get("type", "string")
+    if kind == "string" or (isinstance(kind, list) and "string" in kind):
+        return text
+    try:
+        return msgspec.json.decode(text.strip())
+    except _NOT_JSON:
+        return text
+
+
+def _answer(text: str) -> Said:
+    answered = _ANSWER.search(text)
+    if answered:
+        return Answer(answered.group(1).strip())
+    return Malformed("<answer> without </answer>") if "<answer>" in text else Idle()
+
+
+_FORMATS: dict[FormatName, ToolFormat] = {
+    "hermes": ToolFormat(
+        "hermes", '<tool_call>{"name": "TOOL", "arguments": {"ARGUMENT": VALUE}}</tool_call>', _read_hermes
+    ),
+    "llama": ToolFormat("llama", '{"name": "TOOL", "parameters": {"ARGUMENT": VALUE}}', _read_llama),
+    "xml": ToolFormat(
+        "xml",
+        '<tool name="TOOL"><arg name="ARGUMENT">VALUE</arg></tool>',
+        lambda text, parameters: _read_tagged(text, parameters, _XML),
+    ),
+    "qwen_xml": ToolFormat(
+        "qwen_xml",
+        "<tool_call><function=TOOL><parameter=ARGUMENT>VALUE</parameter></function></tool_call>",
+        lambda text, parameters: _read_tagged(text, parameters, _QWEN_XML),
+    ),
+}

@@ -1,0 +1,211 @@
+"""What a rollout worker takes from the log and when it may say that it is done: the reader's side of producers.rollouts.
+
+Windows knows which requests of each partition wait, run or have ended, and up to where everything has. Intake is the thread
+that owns the readers: it polls requests into a queue, flushes and commits what has ended, and listens for what is called off.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable
+from enum import Enum
+
+from producers.cancellation import Cancellations
+from producers.config import RolloutsSettings
+from schemas.errors import Rebalanced
+from schemas.events import Address, ControlIssued, Position
+from streams.log.protocol import Delivery, Log, Reader
+
+type Place = tuple[str, int]
+"Topic and partition."
+
+_CONTROL_MESSAGES_BEFORE = 20_000
+"How far back a worker that starts looks for cancellations. One that is older has been closed by the scheduler long ago."
+
+
+class _Stage(Enum):
+    WAITS = 1
+    RUNS = 2
+    ENDED = 3
+
+
+class Windows:
+    """Requests of each partition that are not committed yet. Safe between threads.
+
+    A partition may be taken away and given back at any time. What waits in it is then forgotten, since its new owner plays
+    it; what runs goes on, since its end counts wherever it was played; and nothing is committed for the new owner.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stages: dict[Place, dict[int, _Stage]] = {}
+        self._next: dict[Place, int] = {}
+        "the offset after the newest delivery; only of partitions that are ours"
+        self._committed: dict[Place, int] = {}
+
+    def begin(self, address: Address) -> bool:
+        """Takes note of a delivery; False when it is held already, which a rebalance makes happen."""
+        place = (address.topic, address.partition)
+        with self._lock:
+            stages = self._stages.setdefault(place, {})
+            if place not in self._next:  # ours from here on: what is before this has been committed by somebody
+                for offset in [offset for offset in stages if offset < address.offset]:
+                    del stages[offset]
+            self._next[place] = max(self._next.get(place, 0), address.offset + 1)
+            if address.offset in stages:
+                return False
+            stages[address.offset] = _Stage.WAITS
+            return True
+
+    def start(self, address: Address) -> bool:
+        """A slot takes it up; False when it is not to be played any more, or by another slot already."""
+        with self._lock:
+            stages = self._stages.get((address.topic, address.partition), {})
+            if stages.get(address.offset) is not _Stage.WAITS:
+                return False
+            stages[address.offset] = _Stage.RUNS
+            return True
+
+    def end(self, address: Address) -> None:
+        with self._lock:
+            stages = self._stages.get((address.topic, address.partition), {})
+            if address.offset in stages:
+                stages[address.offset] = _Stage.ENDED
+
+    def keep_only(self, places: Iterable[Place]) -> None:
+        """All other partitions belong to another worker now."""
+        with self._lock:
+            for place in self._next.keys() - set(places):
+                del self._next[place]
+                self._committed.pop(place, None)
+                stages = self._stages[place]
+                for offset in [offset for offset, stage in stages.items() if stage is _Stage.WAITS]:
+                    del stages[offset]
+
+    @property
+    def waiting(self) -> int:
+        return self._count(_Stage.WAITS)
+
+    @property
+    def running(self) -> int:
+        return self._count(_Stage.RUNS)
+
+    @property
+    def uncommitted(self) -> int:
+        """Requests of our partitions, with those that have ended and wait, uncommitted, behind one that has not."""
+        with self._lock:
+            return sum(len(self._stages[place]) for place in self._next)
+
+    def to_commit(self) -> list[Position]:
+        """The lowest unfinished offset of each partition of ours, where it moved since `committed`."""
+        with self._lock:
+            lowest = {place: self._lowest(place) for place in self._next}
+            return [
+                Position(topic=topic, partition=partition, offset=offset)
+                for (topic, partition), offset in lowest.items()
+                if self._committed.get((topic, partition)) != offset
+            ]
+
+    def committed(self, positions: Iterable[Position]) -> None:
+        with self._lock:
+            for position in positions:
+                place = (position.topic, position.partition)
+                self._committed[place] = position.offset
+                stages = self._stages[place]
+                for offset in [offset for offset in stages if offset < position.offset]:
+                    del stages[offset]
+
+    def _lowest(self, place: Place) -> int:
+        unfinished = (offset for offset, stage in self._stages[place].items() if stage is not _Stage.ENDED)
+        return min(unfinished, default=self._next[place])
+
+    def _count(self, wanted: _Stage) -> int:
+        with self._lock:
+            return sum(stage is wanted for stages in self._stages.values() for stage in stages.values())
+
+
+class Intake:
+    """The thread that owns the readers. Made on the event loop, which its queue belongs to."""
+
+    def __init__(
+        self,
+        log: Log,
+        run_id: str,
+        windows: Windows,
+        settings: RolloutsSettings,
+        queue: "asyncio.Queue[Delivery]",
+        call_off: Callable[[], None],
+    ) -> None:
+        """`call_off` is called on the event loop when `cancellations` has grown."""
+        self.cancellations = Cancellations()
+        self._log = log
+        self._run_id = run_id
+        self._reader = log.reader(["rollouts"], group=f"rollouts-{run_id}")
+        self._control: Reader | None = None
+        self._windows = windows
+        self._settings = settings
+        self._queue = queue
+        self._call_off = call_off
+        self._loop = asyncio.get_running_loop()
+        self._taking = True
+        self._closing = threading.Event()
+
+    def stop_taking(self) -> None:
+        self._taking = False
+
+    def close(self) -> None:
+        """Lets the thread end after a last commit."""
+        self._closing.set()
+
+    def work(self) -> None:
+        """Runs in its own thread until `close`. Raises LogUnavailable."""
+        due = time.monotonic() + self._settings.commit_seconds
+        try:
+            self._control = self._log.reader(["control"])
+            self._control.seek_before_end(_CONTROL_MESSAGES_BEFORE)
+            while not self._closing.is_set():
+                self._listen(self._control)
+                self._take()
+                if time.monotonic() >= due:
+                    self._commit()
+                    due = time.monotonic() + self._settings.commit_seconds
+            self._commit()
+        finally:
+            self._reader.close()
+            if self._control is not None:
+                self._control.close()
+
+    def _listen(self, control: Reader) -> None:
+        heard = [delivery.event for delivery in control.poll(1000, 0.0)]
+        ours = [event for event in heard if isinstance(event, ControlIssued) and event.meta.run_id == self._run_id]
+        if [event for event in ours if self.cancellations.note(event)]:
+            self._loop.call_soon_threadsafe(self._call_off)
+
+    def _take(self) -> None:
+        """At most twice as many requests are held as there are slots: enough to keep them busy, few to give back."""
+        deliveries = self._reader.poll(self._room(), self._settings.poll_seconds)
+        self._windows.keep_only((position.topic, position.partition) for position in self._reader.positions())
+        fresh = [delivery for delivery in deliveries if self._windows.begin(delivery.address)]
+        if fresh:
+            self._loop.call_soon_threadsafe(self._put, fresh)
+
+    def _room(self) -> int:
+        """0 = take nothing: a poll keeps our place in the group all the same, so that no rebalance waits for us."""
+        if not self._taking or self._windows.uncommitted >= self._settings.uncommitted_max:
+            return 0
+        return max(0, 2 * self._settings.slots - self._windows.waiting - self._windows.running)
+
+    def _put(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            self._queue.put_nowait(delivery)
+
+    def _commit(self) -> None:
+        positions = self._windows.to_commit()
+        if not positions:
+            return
+        self._log.flush()  # first the messages, then the word that they are there
+        try:
+            self._reader.commit(positions)
+        except Rebalanced:
+            return  # the next poll says which partitions are still ours; they are committed then
+        self._windows.committed(positions)

@@ -1,0 +1,282 @@
+"""Topologies as data: who works with whom. A task names an agent or a topology; steps name agents or other topologies.
+
+    CAST = Cast.of([writer, critic, Loop(name="essay", body="writer", judge="critic")])
+
+or the same as a TOML file, [job] agents = "agents.toml":
+
+    [agents.writer]
+    parts = [{ name = "role", text = "You write." }]
+    [agents.critic]
+    parts = [{ name = "role", text = "Answer accept, or what to change." }]
+    [topologies.essay]
+    kind = "loop"
+    body = "writer"
+    judge = "critic"
+
+An agent has one context in a rollout, however often it is spoken to. How topologies are played: producers/ensemble.py.
+"""
+
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from producers.agent import POLICY, Agent, Model, errand_tool
+from sandboxes.outside.providers import require_tools
+from sandboxes.tools.tool import Tool
+from schemas.errors import BadInput
+from schemas.events import Task
+from schemas.job import Job
+
+ASK = "ask"
+HAND_OFF = "hand_off"
+
+
+class _Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    name: str
+
+
+class Series(_Topology, frozen=True, kw_only=True, tag="series"):
+    """One after another: the answer of each step is what the next one reads, with the task. The last answer counts."""
+
+    steps: tuple[str, ...]
+
+
+class Parallel(_Topology, frozen=True, kw_only=True, tag="parallel"):
+    """All at once on the same message. The answer is all answers, a line each with the name of its step."""
+
+    steps: tuple[str, ...]
+
+
+class Loop(_Topology, frozen=True, kw_only=True, tag="loop"):
+    """The body answers, the judge reads it and accepts or says what to change, until it accepts or rounds are over.
+    The body's last answer counts."""
+
+    body: str
+    judge: str
+    accepts: str = "accept"
+    "the judge's whole answer that ends the loop, in whatever case"
+    rounds_max: int = 3
+
+
+class HandOff(_Topology, frozen=True, kw_only=True, tag="hand_off"):
+    """The first agent begins. Each may answer, or hand the task to another one with a message, and is then done."""
+
+    agents: tuple[str, ...]
+
+
+class Team(_Topology, frozen=True, kw_only=True, tag="team"):
+    """The leader has the task and may ask workers, who read nothing but what the leader tells them."""
+
+    leader: str
+    workers: tuple[str, ...]
+
+
+type Topology = Series | Parallel | Loop | HandOff | Team
+
+
+class Cast(Struct, frozen=True, kw_only=True):
+    """Agents, topologies and models by name, checked: every name is known, and nobody has to wait for himself."""
+
+    agents: dict[str, Agent] = {}
+    topologies: dict[str, Topology] = {}
+    models: dict[str, Model] = {}
+
+    @classmethod
+    def of(cls, entries: Iterable[Any]) -> "Cast":
+        """From Python. Raises BadInput that says which entry is wrong and why."""
+        kinds: dict[type, dict[str, Any]] = {Agent: {}, _Topology: {}, Model: {}}
+        seen: set[str] = set()
+        for entry in entries:
+            kind = next((kind for kind in kinds if isinstance(entry, kind)), None)
+            if kind is None:
+                raise BadInput(f"AGENTS holds {type(entry).__name__}: it takes Agent, Model and topologies only")
+            if entry.name in seen:
+                raise BadInput(f"AGENTS holds two entries called {entry.name!r}: give one another name")
+            seen.add(entry.name)
+            kinds[kind][entry.name] = entry
+        return _checked(cls(agents=kinds[Agent], topologies=kinds[_Topology], models=kinds[Model]))
+
+    @classmethod
+    def from_toml(cls, path: Path) -> "Cast":
+        """From a file with tables [agents.NAME], [topologies.NAME] and [models.NAME]. Raises BadInput with the place."""
+        try:
+            raw = tomllib.loads(path.read_text())
+            entries = msgspec.convert(_named(raw), _Tables)
+        except OSError as error:
+            raise BadInput(f"{path} cannot be read ({error.strerror}): name a TOML file of agents") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+            raise BadInput(f"{path}: {error}") from error
+        try:
+            return cls.of([*entries.agents.values(), *entries.topologies.values(), *entries.models.values()])
+        except BadInput as error:
+            raise BadInput(f"{path}: {error}") from error
+
+    def plays(self, name: str) -> bool:
+        return name in self.agents or name in self.topologies
+
+    def entry(self, name: str) -> str:
+        """The agent that reads the task first."""
+        return name if name in self.agents else self.entry(_members(self.topologies[name])[0])
+
+    def members(self, name: str) -> list[str]:
+        """All agents that may speak when this agent or topology is asked, each once, in order."""
+        if name in self.agents:
+            return [name]
+        inner = (agent for member in _members(self.topologies[name]) for agent in self.members(member))
+        return list(dict.fromkeys(inner))
+
+    def tools_of(self, task: Task) -> tuple[str, ...]:
+        """Names of all tools that a rollout of the task may call."""
+        if not self.plays(task.agent):
+            return tuple(task.toolset)
+        agents = [self.agents[name] for name in self.members(task.agent)]
+        named = [task.toolset if agent.tools is None else agent.tools for agent in agents]
+        return tuple(dict.fromkeys(name for names in named for name in names))
+
+    def errands(self, name: str, agent: str) -> dict[str, Tool]:
+        """The tools by which an agent speaks to others when `name` is played."""
+        found = [self.topologies[inner] for inner in self._inside(name)]
+        workers = [w for team in found if isinstance(team, Team) and team.leader == agent for w in team.workers]
+        desks = [desk.agents for desk in found if isinstance(desk, HandOff) and agent in desk.agents]
+        others = dict.fromkeys(other for desk in desks for other in desk if other != agent)
+        tools: dict[str, Tool] = {}
+        if workers:
+            description = "Give a worker something to do, and read the answer."
+            tools[ASK] = errand_tool(ASK, description, tuple(dict.fromkeys(workers)))
+        if others:
+            tools[HAND_OFF] = errand_tool(HAND_OFF, "Hand the task to another agent, who takes over.", tuple(others))
+        return tools
+
+    def _inside(self, name: str) -> Iterator[str]:
+        """The topology and all topologies in it."""
+        if name in self.topologies:
+            yield name
+            for member in _members(self.topologies[name]):
+                yield from self._inside(member)
+
+
+def cast_of(job: Job, agents_file: str | None) -> Cast:
+    """The cast of a run: of the file where one is named, else of the job's AGENTS. Raises BadInput."""
+    cast = Cast.from_toml(Path(agents_file)) if agents_file else Cast.of(job.agents)
+    for agent in cast.agents.values():
+        try:
+            require_tools(agent.tools or (), job.tools)
+        except ValueError as error:
+            raise BadInput(f"agent {agent.name!r}: {error}") from error
+    return cast
+
+
+class _Tables(Struct, forbid_unknown_fields=True):
+    agents: dict[str, Agent] = {}
+    topologies: dict[str, Topology] = {}
+    models: dict[str, Model] = {}
+
+
+def _named(raw: dict[str, Any]) -> dict[str, Any]:
+    """The tables with the name of each put into it."""
+    return {
+        section: {name: {"name": name, **table} if isinstance(table, dict) else table for name, table in tables.items()}
+        if isinstance(tables, dict)
+        else tables
+        for section, tables in raw.items()
+    }
+
+
+def _members(topology: Topology) -> tuple[str, ...]:
+    match topology:
+        case Series() | Parallel():
+            return topology.steps
+        case Loop():
+            return topology.body, topology.judge
+        case HandOff():
+            return topology.agents
+        case Team():
+            return topology.leader, *topology.workers
+
+
+def _checked(cast: Cast) -> Cast:
+    _check_models(cast)
+    for topology in cast.topologies.values():
+        if not _members(topology):
+            raise BadInput(f"topology {topology.name!r} has no members")
+        for member in _members(topology):
+            if not cast.plays(member):
+                known = ", ".join([*cast.agents, *cast.topologies])
+                raise BadInput(f"topology {topology.name!r} names {member!r}, which is none of {known}")
+    _check_circles(cast.topologies)
+    for topology in cast.topologies.values():
+        _CHECKS.get(type(topology), _nothing)(cast, topology)
+    return cast
+
+
+def _check_models(cast: Cast) -> None:
+    known = {POLICY, *cast.models}
+    for agent in cast.agents.values():
+        for name in (agent.model, agent.teacher):
+            if name is not None and name not in known:
+                raise BadInput(
+                    f"agent {agent.name!r} names the model {name!r}, which is none of {', '.join(sorted(known))}"
+                )
+    for model in cast.models.values():
+        if not model.servers:
+            raise BadInput(f"model {model.name!r} has no servers")
+
+
+def _check_circles(topologies: Mapping[str, Topology]) -> None:
+    finished: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            raise BadInput(f"topologies go round in a circle: {' > '.join([*above, name])}")
+        if name in topologies and name not in finished:
+            for member in _members(topologies[name]):
+                visit(member, (*above, name))
+            finished.add(name)
+
+    for name in topologies:
+        visit(name, ())
+
+
+def _check_parallel(cast: Cast, topology: Any) -> None:
+    taken: dict[str, str] = {}
+    for step in topology.steps:
+        for agent in cast.members(step):
+            if agent in taken:
+                raise BadInput(f"in {topology.name!r} agent {agent!r} would speak in two branches at once")
+            taken[agent] = step
+
+
+def _check_loop(cast: Cast, topology: Any) -> None:
+    if topology.rounds_max < 1:
+        raise BadInput(f"loop {topology.name!r}: rounds_max must be at least 1")
+
+
+def _check_hand_off(cast: Cast, topology: Any) -> None:
+    for agent in topology.agents:
+        if agent not in cast.agents:
+            raise BadInput(f"hand-off {topology.name!r} names {agent!r}, which is a topology: agents only")
+
+
+def _check_team(cast: Cast, topology: Any) -> None:
+    if topology.leader not in cast.agents:
+        raise BadInput(f"the leader of team {topology.name!r} must be an agent, and {topology.leader!r} is a topology")
+    if not topology.workers:
+        raise BadInput(f"team {topology.name!r} has no workers")
+    for worker in topology.workers:
+        if topology.leader in cast.members(worker):
+            raise BadInput(f"in team {topology.name!r} the leader {topology.leader!r} would have to wait for itself")
+
+
+def _nothing(cast: Cast, topology: Any) -> None: ...
+
+
+_CHECKS: dict[type, Callable[[Cast, Any], None]] = {
+    Parallel: _check_parallel,
+    Loop: _check_loop,
+    HandOff: _check_hand_off,
+    Team: _check_team,
+}
