@@ -47,8 +47,8 @@ PROGRAMS: tuple[Program, ...] = (
     Program("vllm", "consumers.vllm_server", "serves the policy", 2, 40),
     Program("reloader", "consumers.weights_to_vllm", "brings new weights to the servers", 2),
     Program("rollouts", "producers.rollouts", "plays rollouts with tools in sandboxes", 1, 40),
-    Program("scheduler", "producers.scheduler", "asks for rollouts, paced by staleness", 1),
-    Program("feeder", "producers.tasks", "puts tasks to the field", 1),
+    Program("scheduler", "producers.scheduler", "asks for rollouts, paced by staleness", 1, 30, True),
+    Program("feeder", "producers.tasks", "puts tasks to the field", 1, 30, True),
 )
 
 PROGRAM_BY_NAME = {program.name: program for program in PROGRAMS}

@@ -2,15 +2,22 @@
 decision, and writes what it decides; so a restart repeats nothing."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import structlog
+
+from schemas.errors import LogUnavailable
 from schemas.events import Event
 from schemas.ids import now_microseconds
 from schemas.metrics import Pulse
-from streams.log.protocol import Log
+from streams.log.protocol import Log, Reader
+
+logger = structlog.get_logger()
 
 _EVENTS_MAX = 5000
+_LOOK_SECONDS = 5.0
 
 
 class Planner(Protocol):
@@ -37,8 +44,12 @@ def follow(
     reader = log.reader(topics)
     pulse.detail = "reads the log"
     caught_up = False
+    look_at = 0.0
     try:
         while not stop.is_set():
+            if time.monotonic() >= look_at:
+                _tell_of_waiting(reader, pulse)
+                look_at = time.monotonic() + _LOOK_SECONDS
             deliveries = reader.poll(_EVENTS_MAX, poll_seconds)
             for delivery in deliveries:
                 event = delivery.event  # None: what cannot be read is rejected by the stage that owns it
@@ -51,6 +62,14 @@ def follow(
                 tell()
     finally:
         reader.close()
+
+
+def _tell_of_waiting(reader: Reader, pulse: Pulse) -> None:
+    """Messages that wait and never come are a stall: a client that has lost its broker would read nothing, and say nothing."""
+    try:
+        pulse.gauge("lag", 0 if reader.caught_up() else 1)
+    except LogUnavailable as error:
+        logger.warning("the end of the log is not known", reason=str(error))
 
 
 def _write(events: list[Event], log: Log, pulse: Pulse) -> None:

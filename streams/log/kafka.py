@@ -3,7 +3,7 @@
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -46,9 +46,6 @@ def _client_settings(bootstrap_servers: str) -> dict[str, Any]:
         "bootstrap.servers": bootstrap_servers,
         "log_level": 3,
         "socket.keepalive.enable": True,
-        # a broker that starts says at first that there is none, and librdkafka 2.16 would then begin anew: a transaction that
-        # is open at that moment waits until its time is up, and so does every question
-        "metadata.recovery.strategy": "none",
     }
 
 
@@ -91,7 +88,7 @@ class KafkaLog:
         self._producer: Producer | None = None
         self._failure: KafkaError | None = None
         self._random_access: Consumer | None = None
-        self._admin: AdminClient | None = None
+        self._questions = _Questions(bootstrap_servers)
         self._askers: dict[str, Consumer] = {}
 
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
@@ -146,10 +143,10 @@ class KafkaLog:
         return [found[address] for address in addresses]
 
     def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
-        admin = self._opened_admin()
-        partitions = self._partitions(admin, topics)
-        committed = self._committed(group, partitions)
-        ends = _ends(admin, partitions)
+        with self._questions.client() as admin:
+            partitions = self._partitions(admin, topics)
+            committed = self._committed(group, partitions)
+            ends = _ends(admin, partitions)
         return {
             topic: Standing(
                 committed=sum(offset for place, offset in committed.items() if place[0] == topic),
@@ -171,10 +168,10 @@ class KafkaLog:
         return counts
 
     def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
-        admin = self._opened_admin()
-        partitions = self._partitions(admin, topics)
-        committed = self._committed(group, partitions)
-        starts, ends = _starts(admin, partitions), _ends(admin, partitions)
+        with self._questions.client() as admin:
+            partitions = self._partitions(admin, topics)
+            committed = self._committed(group, partitions)
+            starts, ends = _starts(admin, partitions), _ends(admin, partitions)
         waiting = {
             place: max(committed.get(place, 0), starts[place])
             for place in partitions
@@ -199,7 +196,10 @@ class KafkaLog:
             reader.close()
 
     def make_topics(self) -> None:
-        admin = self._opened_admin()
+        with self._questions.client() as admin:
+            self._make_topics(admin)
+
+    def _make_topics(self, admin: AdminClient) -> None:
         existing = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
         for topic in TOPICS:
             if topic.name in existing and len(existing[topic.name].partitions) != topic.partitions:
@@ -238,11 +238,6 @@ class KafkaLog:
             asker.close()
         self._askers = {}
         self.codec.close()
-
-    def _opened_admin(self) -> AdminClient:
-        if self._admin is None:
-            self._admin = AdminClient(_client_settings(self._bootstrap_servers))
-        return self._admin
 
     def _opened_producer(self) -> Producer:
         if self._producer is None:
@@ -305,10 +300,14 @@ class KafkaLog:
             self._askers[group] = Consumer(settings | {"isolation.level": "read_uncommitted"})
         asker = self._askers[group]
         asked = [TopicPartition(*partition) for partition in partitions]
-        found = _asked(lambda: asker.committed(asked, _ASK_SECONDS)) if asked else []
-        for place in found:
-            if place.error is not None:
-                _raise_unavailable(place.error)
+        try:
+            found = _asked(lambda: asker.committed(asked, _ASK_SECONDS)) if asked else []
+            for place in found:
+                if place.error is not None:
+                    _raise_unavailable(place.error)
+        except LogUnavailable:
+            del self._askers[group]  # as with _Questions
+            raise
         return {(place.topic, place.partition): place.offset for place in found if place.offset >= 0}
 
     def _written(self, waiting: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
@@ -336,6 +335,25 @@ class KafkaLog:
         return written
 
 
+class _Questions:
+    """A client for questions to the broker. After one that was not answered, the next is asked by a new client: librdkafka
+    can lose its brokers when one that starts, or was taken for dead, says that there are none."""
+
+    def __init__(self, bootstrap_servers: str) -> None:
+        self._bootstrap_servers = bootstrap_servers
+        self._client: AdminClient | None = None
+
+    @contextmanager
+    def client(self) -> Iterator[AdminClient]:
+        if self._client is None:
+            self._client = AdminClient(_client_settings(self._bootstrap_servers))
+        try:
+            yield self._client
+        except LogUnavailable:
+            self._client = None
+            raise
+
+
 class KafkaReader:
     """See streams.log.protocol.Reader."""
 
@@ -343,8 +361,7 @@ class KafkaReader:
         self, bootstrap_servers: str, codec: Codec, topics: Sequence[str], group: str | None, alone: bool = False
     ) -> None:
         self._codec = codec
-        self._client_settings = _client_settings(bootstrap_servers)
-        self._admin: AdminClient | None = None
+        self._questions = _Questions(bootstrap_servers)
         self._consumer = Consumer(_consumer_settings(bootstrap_servers, group or f"reader-{uuid.uuid4()}"))
         self._next: dict[tuple[str, int], int] = {}
         self._ends_seen: dict[tuple[str, int], int] = {}
@@ -465,10 +482,9 @@ class KafkaReader:
         return all(max(self._next.get(place, -1), self._ends_seen.get(place, -1)) >= ends[place] for place in assigned)
 
     def _ends(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
-        if self._admin is None:
-            # by a connection of its own: on the reader's, each answer would wait for a fetch that waits for messages
-            self._admin = AdminClient(self._client_settings)
-        return _ends(self._admin, places)
+        # by a connection of its own: on the reader's, each answer would wait for a fetch that waits for messages
+        with self._questions.client() as admin:
+            return _ends(admin, places)
 
     def group_metadata(self) -> object:
         return self._consumer.consumer_group_metadata()
@@ -503,6 +519,10 @@ class KafkaTransactor:
         self._settings = _producer_settings(bootstrap_servers) | {
             "transactional.id": name,
             "transaction.timeout.ms": int(_TRANSACTION_SECONDS * 1000),
+            # a broker that starts says at first that there is none. Other clients must then begin anew, or they would never
+            # hear of it again; an open transaction of librdkafka 2.16 that does so waits until its time is up. This
+            # client may lose its broker for good instead: then its next transaction fails, and it is made anew
+            "metadata.recovery.strategy": "none",
         }
         self._codec = codec
         self._producer = self._initialised()

@@ -5,8 +5,16 @@ from pathlib import Path
 from schemas.run import Run
 from streams.app import state_folder
 from streams.config import StreamsSettings
+from streams.log.connect import open_log
 from tests.torture.own_broker import own_broker
-from tests.torture.trouble import broker_killed_in_transactions, rival_cutters, rival_trainers, storm
+from tests.torture.stopping import await_that
+from tests.torture.trouble import (
+    broker_killed_in_transactions,
+    completed_groups,
+    rival_cutters,
+    rival_trainers,
+    storm,
+)
 
 
 def test_a_broker_that_dies_inside_transactions_shows_each_batch_once(kafka_run: Run, tmp_path: Path) -> None:
@@ -14,6 +22,24 @@ def test_a_broker_that_dies_inside_transactions_shows_each_batch_once(kafka_run:
         verdict = broker_killed_in_transactions(run, broker, ["sent_offsets", "committing"], seed=1)
         assert broker.kills == 2
     assert verdict.holds, verdict
+
+
+def test_readers_hear_again_of_a_broker_that_slept_and_was_taken_for_dead(kafka_run: Run, tmp_path: Path) -> None:
+    """For a moment it says that there are no brokers; a client that believed it would never read again."""
+    with own_broker(tmp_path / "broker", kafka_run) as (broker, run):
+        log = open_log(run)
+        readers = [log.reader(["groups"]) for _ in range(6)]
+        written = completed_groups(run.run_id, 3)
+        for number, group in enumerate(written):
+            log.append(group)
+            log.flush(120.0)
+            for reader in readers:
+                await_that(lambda reader=reader: bool(reader.poll(10, 0.5)), "the reader goes on")  # type: ignore[misc]
+            if number < 2:
+                broker.sleep(6.0)
+        for reader in readers:
+            reader.close()
+        log.close()
 
 
 def test_of_two_cutters_the_older_ends_and_no_group_is_cut_twice(kafka_run: Run) -> None:

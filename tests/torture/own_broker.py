@@ -2,11 +2,13 @@
 
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from deploy.local import kafka
 from deploy.local.kafka import Broker
@@ -14,7 +16,7 @@ from deploy.local.ports import choose_ports
 from schemas.errors import LogUnavailable
 from schemas.run import Run
 from streams.log.connect import open_log
-from tests.torture.stopping import await_that
+from tests.torture.stopping import await_that, stopped
 
 
 class OwnBroker:
@@ -39,6 +41,11 @@ class OwnBroker:
             self._process.wait()
             self._process = self._started()
             self.kills += 1
+
+    def sleep(self, seconds: float) -> None:
+        """SIGSTOP. When it wakes up its controller takes it for dead, until it has sent a heartbeat."""
+        with stopped([psutil.Process(self._process.pid)]):
+            time.sleep(seconds)
 
     def close(self) -> None:
         self._process.kill()
