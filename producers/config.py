@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Within
 from msgspec import Struct, field
 
+from sandboxes.limits import Limits
 from sandboxes.outside.config import ToolsSettings
 from schemas.events import Sampling
 
@@ -95,3 +96,7 @@ class RolloutsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     "tools that work outside the sandbox: [rollouts.tools.search], [rollouts.tools.mcp.NAME] and so on"
     sandboxes: int = 32
     "most sandboxes open at once; a rollout keeps one from its first tool call to its end"
+    isolation: Literal["bubblewrap", "gvisor"] = "bubblewrap"
+    "what holds the agent's code (docs/sandboxes.md); gVisor is stronger, needs runsc, and opens ten times slower"
+    limits: Limits = Limits()
+    "what one sandbox may use: [rollouts.limits] memory_bytes_max and so on"

@@ -25,7 +25,7 @@ from producers.policy import Demonstrator, Moment, Policy, PolicyFailed, ServedP
 from producers.recorded import RecordedPolicy, Recording, read_recording, recorded_run
 from producers.topology import cast_of
 from producers.turns import hash_of_tools, play
-from sandboxes.backends.bubblewrap import BubblewrapBackend
+from sandboxes.backends import open_backend
 from sandboxes.libraries import LIBRARIES
 from sandboxes.outside.providers import Outside
 from sandboxes.pool import Pool
@@ -69,7 +69,7 @@ def work(
     blobs: Blobs,
     backend: Backend | None = None,
 ) -> None:
-    """The program over any log; `backend` is bubblewrap unless given."""
+    """The program over any log; `backend` is of the settings unless given."""
     job = load_job(run.job.module)
     pulse.detail = "waits for the tokenizer"
     run_said_again = recorded_run(settings.servers)
@@ -78,7 +78,9 @@ def work(
     if chat_files is None:
         return
     known = SHIPPED | WORLD_TOOLS | {tool.name: tool for tool in job.tools if tool.source}
-    backend = backend or BubblewrapBackend(known, first_uid=_first_uid(), libraries=LIBRARIES)
+    backend = backend or open_backend(
+        settings.isolation, known, settings.limits, libraries=LIBRARIES, first_uid=_first_uid()
+    )
     worker = _Worker(run, settings, pulse, stop, log, blobs, job, chat_of(chat_files), recording)
     asyncio.run(worker.work(backend))
 

@@ -5,7 +5,7 @@ import msgspec
 MEBIBYTE = 1024 * 1024
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ceilings of one sandbox. A field ends in its unit; the default suits small tool calls on a shared machine."""
 
     cpu_seconds: int = 20
