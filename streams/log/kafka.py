@@ -288,8 +288,11 @@ class KafkaLog:
                     return
 
     def _partitions(self, admin: AdminClient, topics: Sequence[str]) -> list[tuple[str, int]]:
-        metadata = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
-        return [(topic, partition) for topic in topics if topic in metadata for partition in metadata[topic].partitions]
+        known = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
+        for topic in topics:
+            if topic not in known:  # a broker that starts knows none, and a lag of nothing would be no lag
+                raise LogUnavailable(f"the broker does not know topic {topic}, or not yet")
+        return [(topic, partition) for topic in topics for partition in known[topic].partitions]
 
     def _committed(self, group: str, partitions: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
         """By a consumer that joins nothing. The admin client of librdkafka 2.16 can be asked the same, and takes the process

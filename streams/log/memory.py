@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from schemas.codec import Codec
-from schemas.errors import Fenced
+from schemas.errors import Fenced, LogUnavailable
 from schemas.events import Address, Event, Position
 from schemas.ids import now_microseconds
 from schemas.topics import TOPICS, topic_of
@@ -114,6 +114,11 @@ class MemoryLog:
         """Nothing to let go of."""
 
     def partitions_of(self, topics: Sequence[str]) -> list[tuple[str, int]]:
+        """Raises LogUnavailable for a topic that there is not: a lag of nothing would be no lag."""
+        known = {topic for topic, _ in self._partitions}
+        for topic in topics:
+            if topic not in known:
+                raise LogUnavailable(f"the log does not know topic {topic}")
         return [place for place in self._partitions if place[0] in topics]
 
     def committed(self, group: str, place: tuple[str, int]) -> int:

@@ -160,6 +160,12 @@ def test_lag_is_what_a_group_has_not_committed(opened: OpenLog, run_id: str) -> 
     assert log.standing(group, ["messages"])["messages"].lag == 0
 
 
+def test_a_topic_that_is_not_known_has_no_lag_that_could_be_told(opened: OpenLog, run_id: str) -> None:
+    """A broker that starts knows no topics: a lag of 0 would say that all is read."""
+    with pytest.raises(LogUnavailable, match="does not know topic"):
+        opened().standing(f"group-{run_id}", ["messages", "no-such-topic"])
+
+
 def test_a_transaction_shows_events_and_positions_together(opened: OpenLog, run_id: str) -> None:
     log = opened()
     written = appended(log, run_id, count=2)
