@@ -147,6 +147,9 @@ class KafkaLog:
             partitions = self._partitions(admin, topics)
             committed = self._committed(group, partitions)
             ends = _ends(admin, partitions)
+        for place, offset in committed.items():
+            if offset > ends[place]:
+                raise LogUnavailable(f"{place[0]}/{place[1]} ends at {ends[place]}, before {offset}, where {group} is")
         return {
             topic: Standing(
                 committed=sum(offset for place, offset in committed.items() if place[0] == topic),
@@ -290,7 +293,8 @@ class KafkaLog:
     def _partitions(self, admin: AdminClient, topics: Sequence[str]) -> list[tuple[str, int]]:
         known = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
         for topic in topics:
-            if topic not in known:  # a broker that starts knows none, and a lag of nothing would be no lag
+            # a broker that starts knows no topics, or no partitions of them, and a lag of nothing would be no lag
+            if topic not in known or known[topic].error is not None or not known[topic].partitions:
                 raise LogUnavailable(f"the broker does not know topic {topic}, or not yet")
         return [(topic, partition) for topic in topics for partition in known[topic].partitions]
 
@@ -499,8 +503,8 @@ class KafkaReader:
         partitions: list[TopicPartition] = []
         for name in self._topics:
             topic = _asked(lambda name=name: self._consumer.list_topics(name, timeout=_ASK_SECONDS)).topics[name]  # type: ignore[misc]
-            if topic.error is not None:
-                raise LogUnavailable(f"topic {name} cannot be read: {topic.error}")
+            if topic.error is not None or not topic.partitions:
+                raise LogUnavailable(f"topic {name} cannot be read: {topic.error or 'it has no partitions yet'}")
             partitions += [TopicPartition(name, partition, offset) for partition in topic.partitions]
         self._consumer.assign(partitions)
 
@@ -625,10 +629,14 @@ def _offsets(
     admin: AdminClient, partitions: Iterable[tuple[str, int]], which: OffsetSpec
 ) -> dict[tuple[str, int], int]:
     futures = admin.list_offsets({TopicPartition(*partition): which for partition in partitions})
-    return {
-        (place.topic, place.partition): _asked(partial(future.result, timeout=_ASK_SECONDS)).offset
+    offsets = {
+        (place.topic, place.partition): int(_asked(partial(future.result, timeout=_ASK_SECONDS)).offset)
         for place, future in futures.items()
     }
+    for (topic, partition), offset in offsets.items():
+        if offset < 0:  # not known: a reader that took it for the end would believe it has read everything
+            raise LogUnavailable(f"the broker does not know where {topic}/{partition} ends, or not yet")
+    return offsets
 
 
 def _sweeps(offsets: list[int]) -> Iterator[list[int]]:
