@@ -375,7 +375,7 @@ class KafkaReader:
         self._starts: dict[tuple[str, int], int] = {}
         "where reading was told to begin, by seek_before_end"
         self._topics = list(topics)
-        self._is_holding = False
+        self._held: set[tuple[str, int]] = set()
         if group is None:
             self._assign_all(OFFSET_BEGINNING)
         elif alone:
@@ -431,12 +431,19 @@ class KafkaReader:
         self.seek(Position(topic=t, partition=p, offset=offset) for (t, p), offset in firsts.items())
 
     def _hold(self, hold: bool) -> None:
-        """Fetches nothing more while held; heartbeats and rebalances go on as long as somebody polls."""
+        """Fetches nothing more while held; heartbeats and rebalances go on as long as somebody polls.
+
+        A partition that is taken away while it is held comes back held, whenever that is: so each is remembered until it was
+        really let go."""
+        if not hold and not self._held:
+            return
+        assigned = {(place.topic, place.partition) for place in self._consumer.assignment()}
         if hold:  # also what was assigned since the last time
-            self._consumer.pause(self._consumer.assignment())
-        elif self._is_holding:
-            self._consumer.resume(self._consumer.assignment())
-        self._is_holding = hold
+            self._consumer.pause([TopicPartition(*place) for place in assigned])
+            self._held |= assigned
+        else:
+            self._consumer.resume([TopicPartition(*place) for place in self._held & assigned])
+            self._held -= assigned
 
     def _fetched(self, messages_max: int) -> Iterator[Message]:
         """What was fetched already, as far as it fits into one poll."""
