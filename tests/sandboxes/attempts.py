@@ -409,7 +409,7 @@ NETWORK = [
         tries="connect to well-known addresses, by number and by name",
         code="""
 def connect():
-    for address in (("1.1.1.1", 53), ("8.8.8.8", 53), ("deb.debian.org", 80), ("169.254.169.254", 80)):
+    for address in (("1.1.1.1", 53), ("8.8.8.8", 53), ("example.com", 80), ("169.254.169.254", 80)):
         try: return socket.create_connection(address, 1)
         except OSError as error: last = error
     raise last
