@@ -6,7 +6,6 @@ Workers are processes of their own on a real broker; seconds are counted from th
 import asyncio
 import logging
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from consumers import vllm_server
 from consumers.config import VllmSettings
 from consumers.reports.svg import Line
 from consumers.vllm_admin import VllmAdmin
+from deploy.local.ports import choose_ports
 from deploy.local.stack import Addresses, local_log
 from producers import stockroom
 from producers.config import RolloutsSettings
@@ -129,7 +129,7 @@ def _vllm(folder: Path, files: dict[str, bytes]) -> Iterator[str]:
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    settings = VllmSettings(port=_free_port(), sequences_max=_AT_ONCE)
+    settings = VllmSettings(port=choose_ports({"vllm": 0})["vllm"], sequences_max=_AT_ONCE)
     stop = threading.Event()
     thread = threading.Thread(target=vllm_server.serve, args=(folder, settings, Pulse(), stop))
     thread.start()
@@ -353,9 +353,3 @@ class _Worker:
 
 def _meta(run: Run, topic: str, name: str) -> Meta:
     return Meta(id=name, run_id=run.run_id, category="bench", topic=topic, sender="bench", timestamp=now_microseconds())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

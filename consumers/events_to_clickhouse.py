@@ -113,7 +113,7 @@ class TraceWriter:
     def _reject(self, deliveries: Sequence[Delivery]) -> None:
         """What cannot be read and has no stage that refuses it becomes a dead letter here."""
         rejects = [
-            rejected(self._run_id, _STAGE, bad.address, bad.key, bad.value, bad.undecodable, now_microseconds())
+            rejected(self._run_id, _STAGE, bad, bad.undecodable, now_microseconds())
             for bad in deliveries
             if bad.undecodable is not None and TOPIC_BY_NAME[bad.address.topic].rejected_by == _STAGE
         ]

@@ -223,8 +223,7 @@ class _Worker:
         request = delivery.event
         if not isinstance(request, RolloutRequested):
             reason = delivery.undecodable or f"{type(request).__name__} is no request"
-            address, key, value = delivery.address, delivery.key, delivery.value
-            self._append(rejected(self._run.run_id, _STAGE, address, key, value, reason, now_microseconds()))
+            self._append(rejected(self._run.run_id, _STAGE, delivery, reason, now_microseconds()))
             self._pulse.count("rejected")
         elif request.meta.run_id == self._run.run_id:
             await self._play(request)

@@ -98,8 +98,7 @@ class Cutter:
     def _reject(self, delivery: Delivery) -> None:
         if delivery.undecodable is None:
             return
-        address, key, value = delivery.address, delivery.key, delivery.value
-        self._log.append(rejected(self._run_id, "cut", address, key, value, delivery.undecodable, now_microseconds()))
+        self._log.append(rejected(self._run_id, "cut", delivery, delivery.undecodable, now_microseconds()))
         self._log.flush()
         self._pulse.count("rejected")
 

@@ -69,9 +69,8 @@ class Stage:
         self._limit.count(outcome.refused is not None)
         if outcome.refused is None:
             return list(outcome.events)
-        address, key, value = delivery.address, delivery.key, delivery.value
-        logger.warning("rejected", hop=self.hop.name, address=str(address), reason=outcome.refused)
-        return [rejected(self._run_id, self.hop.name, address, key, value, outcome.refused, self._now())]
+        logger.warning("rejected", hop=self.hop.name, address=str(delivery.address), reason=outcome.refused)
+        return [rejected(self._run_id, self.hop.name, delivery, outcome.refused, self._now())]
 
     def _outcome(self, delivery: Delivery, cause: Any) -> Outcome:
         event = delivery.event

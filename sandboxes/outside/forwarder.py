@@ -44,7 +44,7 @@ async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         while data := await reader.read(CHUNK_BYTES):
             writer.write(data)
             await writer.drain()
-    except OSError:
+    except OSError:  # one side hung up; closing tells the other
         pass
     finally:
         writer.close()

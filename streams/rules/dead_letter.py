@@ -4,8 +4,9 @@ rejects too much stops instead of emptying the log into the dead letters."""
 from collections import deque
 
 from schemas.errors import ReplaygroundError
-from schemas.events import Address, EventRejected, Meta
+from schemas.events import EventRejected, Meta
 from schemas.ids import derived_id
+from streams.log.protocol import Delivery
 
 _WINDOW_MESSAGES = 1000
 _MESSAGES_MIN = 100
@@ -15,10 +16,9 @@ class TooManyRejects(ReplaygroundError):
     """The share of rejects passed its limit: the stage, not the messages, is probably wrong."""
 
 
-def rejected(
-    run_id: str, stage: str, address: Address, key: bytes | None, value: bytes, reason: str, timestamp: int
-) -> EventRejected:
+def rejected(run_id: str, stage: str, delivery: Delivery, reason: str, timestamp: int) -> EventRejected:
     """The fact that `stage` refused a message. The same message refused again has the same id."""
+    address = delivery.address
     return EventRejected(
         meta=Meta(
             id=derived_id("EventRejected", stage, address.topic, address.partition, address.offset),
@@ -29,8 +29,8 @@ def rejected(
             receiver="operator",
             timestamp=timestamp,
         ),
-        original=value,
-        original_key=key,
+        original=delivery.value,
+        original_key=delivery.key,
         origin=address,
         stage=stage,
         reason=reason,

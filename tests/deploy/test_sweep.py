@@ -20,7 +20,7 @@ from schemas.run import Run
 from streams.log.connect import codec_of
 from streams.log.kafka import KafkaLog
 from streams.log.memory import MemoryLog
-from streams.log.protocol import RawMessage
+from streams.log.protocol import Delivery, RawMessage
 from streams.rules.dead_letter import rejected
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.flow.synthetic import rollout
@@ -99,11 +99,14 @@ def test_every_place_where_an_event_names_a_blob_keeps_it(field: Field) -> None:
         field.put(name) for name in (b"weights", b"checkpoint", b"picture", b"inner")
     )
     refused = field.put(b"refused")
+    unreadable = Delivery(
+        Address("groups", 0, 0), b"key", b"\x00rest" + refused[1].encode(), None, undecodable="unreadable"
+    )
     events: list[Event] = [
         published(*weights, *checkpoint),
         observation(blobs=[picture[0]]),
         observation(blobs=[inner[0]], content="x" * EVENT_BYTES_MAX),
-        rejected("run", "cut", Address("groups", 0, 0), b"key", b"\x00rest" + refused[1].encode(), "unreadable", 7),
+        rejected("run", "cut", unreadable, "unreadable", 7),
     ]
     for event in events:
         field.log.append(event)

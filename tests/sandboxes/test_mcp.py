@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 
+from deploy.local.ports import choose_ports
 from sandboxes.outside import calls
 from sandboxes.outside.config import McpSettings
 from sandboxes.outside.contract import OutsideFailed
@@ -27,17 +28,11 @@ BY_STDIO = McpSettings(
 )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class HttpServer:
     """The server as a process of its own, which a test may end."""
 
     def __init__(self) -> None:
-        self.port = free_port()
+        self.port = choose_ports({"mcp": 0})["mcp"]
         self.process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -186,7 +181,7 @@ async def test_a_server_that_does_not_start_says_why() -> None:
     unknown = McpServer("shop", msgspec.structs.replace(BY_STDIO, tools=("add", "fly")))
     with pytest.raises(OutsideFailed, match="has no tool fly"):
         await unknown.start()
-    nobody = McpServer("away", McpSettings(url=f"http://127.0.0.1:{free_port()}/mcp"))
+    nobody = McpServer("away", McpSettings(url=f"http://127.0.0.1:{choose_ports({'mcp': 0})['mcp']}/mcp"))
     with pytest.raises(OutsideFailed, match="the MCP server away failed"):
         await nobody.start()
 

@@ -236,14 +236,14 @@ def simulate_and_check(seeds: range) -> tuple[int, int]:
 
 def simulate_on_all_cores(seeds: range) -> tuple[int, int]:
     """The same in as many processes as there are cores."""
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_only_errors) as processes:
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=only_errors) as processes:
         portions = (seeds[start : start + 50] for start in range(0, len(seeds), 50))
         counted = list(processes.map(simulate_and_check, portions))
     return sum(kills for kills, _ in counted), sum(places for _, places in counted)
 
 
-def _only_errors() -> None:
-    """The cutter tells of every batch it cuts, which is a line for every few milliseconds here."""
+def only_errors() -> None:
+    """For this process: programs tell of every batch and version, which is a line for every few milliseconds here."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
 

@@ -4,7 +4,6 @@ python -m tests.torture [--quick] [simulation] [fuzz] [kills] [pressure] [troubl
 """
 
 import argparse
-import logging
 import os
 import platform
 import sys
@@ -15,11 +14,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-import structlog
-
 from deploy.local.stack import local_log
 from schemas.run import JobSettings, Run
-from tests.simulation.simulator import simulate_on_all_cores
+from tests.simulation.simulator import only_errors, simulate_on_all_cores
 from tests.torture.fuzz import INPUT_TOPICS, fuzz
 from tests.torture.fuzz_programs import PROGRAMS, ROUNDS, fuzz_programs
 from tests.torture.kills import torture
@@ -92,7 +89,7 @@ def main() -> int:
     if unknown:
         print(f"there is no {unknown[0]}; there are {', '.join(SUBJECTS)}", file=sys.stderr)
         return 2
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    only_errors()
     for subject in arguments.subjects or SUBJECTS:
         told = SUBJECTS[subject](arguments.quick)
         print(f"{subject}: {told}", flush=True)

@@ -5,7 +5,6 @@ topic it reads. What it wrote, and what it holds for true, must be the same. Wha
 with its address.
 """
 
-import logging
 import multiprocessing
 import random
 import tempfile
@@ -17,7 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import structlog
 from tokenizers import Tokenizer
 
 from consumers.clickhouse.store import Store
@@ -39,7 +37,9 @@ from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.producers.field import published
 from tests.producers.test_rollouts import Field as RolloutsField
 from tests.producers.test_rollouts import scripted
+from tests.simulation.simulator import only_errors
 from tests.torture.fuzz import mutation
+from tests.torture.kills import events_of
 from tests.trainer.episodes import stockroom
 from tests.trainer.test_loop import DEMONSTRATIONS, everything
 from tests.trainer.test_loop import Field as TrainerField
@@ -247,8 +247,8 @@ def _check_rejects(log: SpoiltLog, stage: str, topics: tuple[str, ...]) -> None:
     """Each bad message of these topics is on the dead letters, once, with its bytes and address; nothing good is."""
     rejects = Counter(
         (event.origin, event.original)
-        for event in _events(log, "dead-letters")
-        if isinstance(event, EventRejected) and event.stage == stage and event.meta.run_id == log.run_id
+        for event in events_of(log, "dead-letters", log.run_id)
+        if isinstance(event, EventRejected) and event.stage == stage
     )
     bad = Counter((address, value) for address, value in log.bad.items() if address.topic in topics)
     assert rejects == bad, f"{rejects.total()} rejects of {bad.total()} bad messages"
@@ -273,20 +273,12 @@ together ten times a portion."""
 def fuzz_programs(rounds: Mapping[str, int], mutated_per_topic: int) -> Counter[str]:
     """Mutated messages by program, over all its topics; on all cores. Raises AssertionError."""
     portions = [(name, seed) for name, count in rounds.items() for seed in range(count)]
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=_only_errors) as processes:
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=only_errors) as processes:
         futures = [(name, processes.submit(PROGRAMS[name], mutated_per_topic, seed)) for name, seed in portions]
         mutated: Counter[str] = Counter()
         for name, future in futures:
             mutated[name] += future.result()
     return mutated
-
-
-def _only_errors() -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-
-
-def _events(log: MemoryLog, topic: str) -> list[Event]:
-    return [d.event for d in log.reader([topic]).poll(10**7, 0.0) if d.event is not None]
 
 
 def _ids(log: MemoryLog, topics: list[str]) -> set[str]:

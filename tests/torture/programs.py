@@ -1,6 +1,5 @@
 """Programs of ours as processes that a test may stop, kill and start beside each other."""
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -11,12 +10,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from schemas.errors import ReplaygroundError
 from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.config import CutSettings, StreamsSettings
+from tests.simulation.simulator import only_errors
 
 SESSION_SECONDS = 6.0
 _PROCESSES = multiprocessing.get_context("spawn")
@@ -100,7 +98,7 @@ def _trainer(run: Run, stop: threading.Event) -> None:
 def _entered(tells: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    only_errors()
     try:
         function(*arguments, stop)
     except ReplaygroundError as error:
