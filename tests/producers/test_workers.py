@@ -178,7 +178,7 @@ async def both_working(site: Site, *names: str) -> list[RolloutRequested]:
 
 
 def _ends_and_goes_on(site: Site, name: str) -> bool:
-    return bool(site.ends(name)) and bool(site.under_way(name))
+    return bool(site.ends(name)) and len(site.under_way(name)) == SLOTS
 
 
 def let_all_end(site: Site) -> None:
