@@ -2,16 +2,18 @@
 
     messages ─► assemble ─► trajectories ─► score ─► rewards ─► group ─► groups
 
-What is put right here, without forking (PARTS.md, Faust): partitions are sought before they are resumed after a
-recovery; an event that a hop refuses becomes a dead letter instead of vanishing; a delivery that need not wait does not
-cost four tasks; and state is written once a commit, after the facts that led to it, not once a message (streams.stage).
+What is put right here, without forking (PARTS.md, Faust): partitions flow after a recovery when they were sought and the
+queues emptied, not before; an event that a hop refuses becomes a dead letter instead of vanishing; a delivery that need
+not wait does not cost four tasks; and state is written once a commit, after the facts that led to it, not once a message
+(streams.stage).
 """
 
 import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -26,7 +28,7 @@ from faust.types import TP
 from mode.services import WaitResults
 
 from schemas.codec import Codec
-from schemas.errors import LogUnavailable
+from schemas.errors import LogBroken, LogUnavailable
 from schemas.events import Address, EventRejected
 from schemas.job import load_job
 from schemas.metrics import Pulse
@@ -49,13 +51,18 @@ _CHANGELOG_BUFFER_MESSAGES = 10_000
 
 
 class OrderedRecovery(Recovery):  # type: ignore[misc]  # faust has no usable types
-    """Faust resumes stream partitions and only then seeks them to the committed offsets; what is fetched in between
-    is skipped or never committed. Sought before, the second seek finds them where they already are."""
+    """Faust lets the streams' partitions flow, then seeks them to the committed offsets, then empties the queues of the
+    agents. What was delivered in between is gone and its offsets are committed by the next message: facts are lost at a
+    rebalance. Here the partitions flow when all of that is done."""
 
     async def on_recovery_completed(self, generation_id: int = 0) -> None:
-        if self.app.consumer.assignment():
-            await self.app.consumer.perform_seek()
-        await super().on_recovery_completed(generation_id)
+        with self.app.consumer.holding_partitions():
+            await super().on_recovery_completed(generation_id)
+
+    async def _resume_streams(self, generation_id: int = 0) -> None:
+        """The same where no hop keeps state."""
+        with self.app.consumer.holding_partitions():
+            await super()._resume_streams(generation_id)
 
 
 class OrderedTableManager(TableManager):  # type: ignore[misc]
@@ -79,6 +86,40 @@ class IdempotentProducer(driver.Producer):  # type: ignore[misc]
         return {"acks": "all", "enable_idempotence": True}
 
 
+class KeepingThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
+    """Fetches and seeks for the consumer, one after the other.
+
+    A fetch waits up to a second. Faust hands it the set of partitions that flow, which a rebalance empties meanwhile: then
+    it takes records of any partition, nobody is given them, and reading goes on behind them. So a fetch keeps to what it was
+    asked for, and partitions are sought when the last fetch has ended.
+    """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._positions = asyncio.Lock()
+
+    async def _fetch_records(self, consumer: Any, active_partitions: set[TP], **named: Any) -> Any:
+        async with self._positions:
+            wanted = set(active_partitions)
+            return await super()._fetch_records(consumer, wanted, **named) if wanted else {}
+
+    async def seek_to_committed(self) -> Mapping[TP, int | None]:
+        return cast(Mapping[TP, int | None], await self.call_thread(self._seek_to_committed))
+
+    async def _seek_to_committed(self) -> Mapping[Any, int | None]:
+        """As its base, and what was never committed to its beginning: a fetch may have taken some of it."""
+        consumer = self._ensure_consumer()
+        async with self._positions:
+            committed = await consumer.seek_to_committed()
+            sources = [place for place, offset in committed.items() if not offset and self._is_source(place.topic)]
+            if sources:
+                await consumer.seek_to_beginning(*sources)
+            return cast(Mapping[Any, int | None], committed)
+
+    def _is_source(self, topic: str) -> bool:
+        return topic not in self.app.tables.changelog_topics
+
+
 class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
     """Keeps the stages' states before it commits, and delivers without tasks where nothing has to be waited for.
 
@@ -89,8 +130,34 @@ class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
     _tenure = 0
     "counts how often partitions were taken away"
     _tenure_of_commit = 0
+    _held: set[TP] | None = None
+    "partitions that are to flow when holding ends"
+
+    @contextmanager
+    def holding_partitions(self) -> Iterator[None]:
+        """What is told to flow meanwhile does so at the end; if it was taken away by then, after the next recovery."""
+        tenure, held = self._tenure, set[TP]()
+        self._held = held
+        try:
+            yield
+        finally:
+            self._held = None
+        if tenure == self._tenure:
+            self.app.expect({place: self._read_offset[place] for place in held})
+            self.resume_partitions(held)
+
+    def _new_consumer_thread(self) -> KeepingThread:
+        return KeepingThread(self, loop=self.loop, beacon=self.beacon)
+
+    def resume_partitions(self, tps: Iterable[TP]) -> None:
+        if self._held is None:
+            super().resume_partitions(tps)
+        else:
+            self._held.update(tps)
 
     async def _commit_offsets(self, offsets: Mapping[TP, int], start_new_transaction: bool = True) -> bool:
+        if self.app.failed.done():
+            return False  # what led to the failure is read again
         self._tenure_of_commit = self._tenure
         await self.app.begin_to_keep()
         try:
@@ -169,6 +236,11 @@ class StreamsApp(faust.App):  # type: ignore[misc]
         for agent in self.agents_at_work:
             agent.keep()
 
+    def expect(self, offsets: Mapping[TP, int | None]) -> None:
+        """Called when partitions are about to flow from these offsets on; None = from the beginning."""
+        for agent in self.agents_at_work:
+            agent.expect(offsets)
+
     def forget_states(self, revoked: set[TP]) -> None:
         for agent in self.agents_at_work:
             agent.forget(revoked)
@@ -198,6 +270,8 @@ async def _serve(run: Run, settings: StreamsSettings, pulse: Pulse, stop: thread
     for hop in hops(load_job(run.job.module).scorers, settings.advantage):
         if hop.name in settings.hops:
             app.agents_at_work.append(Agent(app, hop, log.codec, run.run_id, settings, pulse))
+    # Faust would make them while it starts, and crash when the broker tells of them a moment later
+    await asyncio.to_thread(log.make_changelogs, [agent.changelog for agent in app.agents_at_work if agent.changelog])
     await app.start()
     watching = asyncio.ensure_future(_watch_lag(run, log, [agent.reads for agent in app.agents_at_work], pulse))
     stopping = asyncio.ensure_future(asyncio.to_thread(stop.wait))
@@ -272,10 +346,16 @@ class Agent:
         self._codec = codec
         self._pulse = pulse
         self._queue: Any = None
+        self._offset_taken: dict[tuple[str, int], int] = {}
+        "the last of each partition"
         self._table: Any = _table(app, hop, settings) if hop.state_class is not None else None
         self._stage = Stage(hop, run_id, lambda key: self._table.get(key), settings.rejects_share_max)
         source = app.topic(hop.reads, key_type=bytes, value_type=bytes)
         app.agent(source, name=hop.name, concurrency=1)(self._process)
+
+    @property
+    def changelog(self) -> str | None:
+        return None if self._table is None else str(self._table.changelog_topic_name)
 
     @property
     def has_room(self) -> bool:
@@ -296,6 +376,7 @@ class Agent:
     def _take(self, cause: Any) -> None:
         message = cause.message
         address = Address(message.topic, message.partition, message.offset)
+        self._require_nothing_skipped(address)
         with self._pulse.busy():
             facts = self._stage.take(delivered(self._codec, address, message.key, message.value), cause)
         for fact in facts:
@@ -303,6 +384,21 @@ class Agent:
         self._pulse.count("events_read")
         self._pulse.count("events_written", len(facts))
         self._pulse.count("rejected", sum(isinstance(fact, EventRejected) for fact in facts))
+
+    def _require_nothing_skipped(self, address: Address) -> None:
+        """Faust takes what it did not deliver for what is not there, and commits it. Only a marker of a transaction, or what
+        the broker has forgotten, may be missing."""
+        place = (address.topic, address.partition)
+        before = self._offset_taken[place]
+        self._offset_taken[place] = address.offset
+        if address.offset <= before + 1:
+            return
+        with suppress(LookupError):
+            self._app.facts.read_at([Address(*place, before + 1)])
+            raise LogBroken(f"{address} was delivered after offset {before}: what stands between them was not")
+
+    def expect(self, offsets: Mapping[TP, int | None]) -> None:
+        self._offset_taken = {(place.topic, place.partition): (offset or 0) - 1 for place, offset in offsets.items()}
 
     def begin_to_keep(self) -> None:
         self._stage.begin_to_keep()

@@ -26,7 +26,7 @@ from confluent_kafka.cimpl import NewTopic
 from schemas.codec import Codec
 from schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, Rebalanced
 from schemas.events import Address, Event, Position
-from schemas.topics import TOPICS, Topic, topic_of
+from schemas.topics import PARTITIONS, TOPICS, Topic, topic_of
 from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread, delivered
 
 logger = structlog.get_logger()
@@ -213,9 +213,13 @@ class KafkaLog:
         self._require_settings(admin, [topic for topic in TOPICS if topic.name in existing])
         missing = [topic for topic in TOPICS if topic.name not in existing]
         if missing:
-            new = [NewTopic(t.name, t.partitions, replication_factor=1, config=t.settings) for t in missing]
-            for future in admin.create_topics(new, operation_timeout=_ASK_SECONDS).values():
-                _asked(future.result)
+            _create(admin, [NewTopic(t.name, t.partitions, replication_factor=1, config=t.settings) for t in missing])
+
+    def make_changelogs(self, names: Sequence[str]) -> None:
+        """Makes topics for states, keyed as the events are and kept by key, where they do not exist yet."""
+        with self._questions.client() as admin:
+            settings = {"cleanup.policy": "compact"}
+            _create(admin, [NewTopic(name, PARTITIONS, replication_factor=1, config=settings) for name in names])
 
     def _require_settings(self, admin: AdminClient, topics: Sequence[Topic]) -> None:
         """A topic that forgets sooner than the map says would lose what replay counts on."""
@@ -608,6 +612,16 @@ _REBALANCE_ERRORS = {
     KafkaError._ASSIGNMENT_LOST,
 }
 _PASSING_ERRORS = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._MAX_POLL_EXCEEDED}
+
+
+def _create(admin: AdminClient, topics: list[NewTopic]) -> None:
+    """Returns when they exist, whoever made them: workers start side by side."""
+    for future in admin.create_topics(topics, operation_timeout=_ASK_SECONDS).values():
+        try:
+            future.result()
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                _raise_unavailable(error.args[0])
 
 
 def _asked[Answer](question: Callable[[], Answer]) -> Answer:

@@ -57,6 +57,12 @@ def test_workers_that_come_and_go_and_sleep_lose_nothing(kafka_run: Run, tmp_pat
     assert verdict.holds, verdict
 
 
+def test_nothing_flows_while_partitions_are_sought(kafka_run: Run, tmp_path: Path) -> None:
+    """What is delivered between a rebalance and the seek after it would be thrown away, and committed."""
+    verdict = storm(kafka_run, tmp_path, ["join", "leave", "join"], groups_count=60, seed=2, seek_seconds=1.0)
+    assert verdict.holds, verdict
+
+
 def test_each_worker_keeps_its_tables_in_a_folder_of_its_own(tmp_path: Path) -> None:
     settings = StreamsSettings(state_folder=str(tmp_path))
     folders = {state_folder(settings, name) for name in ("streams", "streams-2", "..", "a/b", "../streams")}

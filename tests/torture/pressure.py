@@ -264,7 +264,6 @@ class _Pressed:
         job, seen = self._run.job, self._seen
         seen.await_that("the cold start is over", lambda: seen.version >= job.first_version)
         with stopped(self._tree("trainer")), stopped(self._tree("traces")):
-            self._write_backlog()
             seen.await_that("a server samples", lambda: seen.turns_sampled > 0)
             outage_seconds = self._without_vllm()
             seen.await_that("the budget is used up", lambda: seen.groups_to_come(job) == 0)
@@ -283,12 +282,14 @@ class _Pressed:
         self._log.flush()
 
     def _without_vllm(self) -> float:
-        """Takes vLLM away until a rollout was asked for more often than it would be if others succeeded."""
+        """Takes vLLM away until a rollout was asked for more often than it would be if others succeeded. The backlog is
+        written meanwhile: before, it would take so long that nothing is left to be sampled."""
         retries_max = self._resolved.config.scheduler.retries_max
         began = time.monotonic()
         is_stopped = self._sizes.vllm_away_seconds is None
         away: AbstractContextManager[None] = stopped(self._tree("vllm")) if is_stopped else self._vllm_killed()
         with away:
+            self._write_backlog()
             stay_until = began + (self._sizes.vllm_away_seconds or 0.0)
             self._seen.await_that(
                 "rollouts are asked for again",

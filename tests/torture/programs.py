@@ -1,5 +1,6 @@
 """Programs of ours as processes that a test may stop, kill and start beside each other."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -58,8 +59,8 @@ class Program:
         self.send(signal.SIGCONT)
 
 
-def streams_program(run: Run, state_folder: Path) -> Program:
-    return Program(_streams, run, str(state_folder))
+def streams_program(run: Run, state_folder: Path, seek_seconds: float = 0.0) -> Program:
+    return Program(_streams, run, str(state_folder), seek_seconds)
 
 
 def cut_program(run: Run) -> Program:
@@ -70,9 +71,17 @@ def trainer_program(run: Run) -> Program:
     return Program(_trainer, run)
 
 
-def _streams(run: Run, state_folder: str, stop: threading.Event) -> None:
+def _streams(run: Run, state_folder: str, seek_seconds: float, stop: threading.Event) -> None:
+    """Seeks take so much longer than they would: what must not happen meanwhile has time to."""
     from streams import app
 
+    seek = app.KeepingConsumer.perform_seek
+
+    async def seek_slowly(consumer: app.KeepingConsumer) -> None:
+        await seek(consumer)
+        await asyncio.sleep(seek_seconds)
+
+    app.KeepingConsumer.perform_seek = seek_slowly
     settings = StreamsSettings(state_folder=state_folder, session_timeout_seconds=SESSION_SECONDS, commit_seconds=0.5)
     app.run(run, settings, Pulse(), stop)
 
