@@ -92,6 +92,8 @@ class RolloutsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     "how often what has ended is flushed and committed"
     poll_seconds: float = 0.05
     "longest wait for requests before looking at everything else"
+    rejects_share_max: float = 0.5
+    "a worker that cannot read more of the newest requests stops instead of emptying the log into the dead letters"
     tools: ToolsSettings = ToolsSettings()
     "tools that work outside the sandbox: [rollouts.tools.search], [rollouts.tools.mcp.NAME] and so on"
     sandboxes: int = 32

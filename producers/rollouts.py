@@ -43,7 +43,7 @@ from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Delivery, Log
-from streams.rules.dead_letter import rejected
+from streams.rules.dead_letter import RejectLimit, rejected
 
 _STAGE = "rollouts"
 _DRAIN_SECONDS = 0.02
@@ -140,6 +140,7 @@ class _Worker:
         self._recording = recording
         self._cast = cast_of(job, run.job.agents)
         self._windows = Windows()
+        self._limit = RejectLimit(_STAGE, settings.rejects_share_max)
         self._running: dict[Recall, Meta] = {}
         "how to end each rollout under way, and the envelope of its request"
         self._toolsets: dict[tuple[str, ...], tuple[dict[str, Tool], str]] = {}
@@ -221,6 +222,7 @@ class _Worker:
 
     async def _answer(self, delivery: Delivery) -> None:
         request = delivery.event
+        self._limit.count(not isinstance(request, RolloutRequested))
         if not isinstance(request, RolloutRequested):
             reason = delivery.undecodable or f"{type(request).__name__} is no request"
             self._append(rejected(self._run.run_id, _STAGE, delivery, reason, now_microseconds()))

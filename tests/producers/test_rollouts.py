@@ -25,6 +25,7 @@ from schemas.metrics import Pulse
 from schemas.packed import unpack_tokens
 from schemas.run import Run
 from streams.log.memory import MemoryLog
+from streams.rules.dead_letter import TooManyRejects
 from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted
 from tests.producers.test_policy import GOOD, server
 from tests.producers.test_scheduler import cancel
@@ -157,6 +158,16 @@ def test_it_waits_for_the_tokenizer(field: Field) -> None:
 def test_stopping_before_there_is_a_tokenizer(field: Field) -> None:
     field.start(scripted())
     field.finish()
+
+
+def test_a_worker_that_can_read_next_to_nothing_stops_with_an_alarm(field: Field) -> None:
+    for number in range(200):
+        field.log.append_bytes("rollouts", str(number).encode(), b"no request at all")
+    field.start(scripted())
+    assert field.thread is not None
+    field.thread.join(30)
+    assert isinstance(field.failure, TooManyRejects)
+    assert "rollouts rejected 100 of the last 100" in str(field.failure)
 
 
 def test_bad_requests_become_facts_and_the_worker_lives(field: Field) -> None:

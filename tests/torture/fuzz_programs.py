@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from tokenizers import Tokenizer
 
 from consumers.clickhouse.store import Store
@@ -35,8 +36,8 @@ from schemas.topics import TOPICS, topic_of
 from streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.producers.field import published
+from tests.producers.test_rollouts import SETTINGS, scripted
 from tests.producers.test_rollouts import Field as RolloutsField
-from tests.producers.test_rollouts import scripted
 from tests.simulation.simulator import only_errors
 from tests.torture.fuzz import mutation
 from tests.torture.kills import events_of
@@ -199,7 +200,7 @@ def fuzz_rollouts(mutated_per_topic: int, seed: int) -> int:
         log.append(published(0, field.blobs))
         requests = field.ask(40)
         log.spoil_the_rest(("rollouts", "weights"))
-        field.start(scripted())
+        field.start(scripted(), msgspec.structs.replace(SETTINGS, rejects_share_max=1.0))
         field.until(lambda: field.lag == 0, PATIENCE_SECONDS)
         field.finish()
         ended = {end.meta.trajectory_id for end in field.ends()}
