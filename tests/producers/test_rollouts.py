@@ -163,6 +163,7 @@ def test_stopping_before_there_is_a_tokenizer(field: Field) -> None:
 def test_a_worker_that_can_read_next_to_nothing_stops_with_an_alarm(field: Field) -> None:
     for number in range(200):
         field.log.append_bytes("rollouts", str(number).encode(), b"no request at all")
+    field.log.append(published(0, field.blobs))
     field.start(scripted())
     assert field.thread is not None
     field.thread.join(30)
