@@ -1,5 +1,6 @@
 """The Faust app and the cutter on a real broker: the same facts as the driver in memory, through kills and restarts."""
 
+import asyncio
 import multiprocessing
 import threading
 import time
@@ -7,12 +8,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+from faust.types import TP
 
 from schemas.blobs import Blobs
 from schemas.codec import Codec
+from schemas.errors import LogBroken
 from schemas.events import BatchCut, Event
 from schemas.metrics import Pulse
 from schemas.registry import MemoryRegistry
@@ -21,6 +25,7 @@ from streams import app, cut
 from streams.config import CutSettings, StreamsSettings
 from streams.driver import Driver
 from streams.hops.flow import hops
+from streams.hops.trajectories_to_rewards import ScoreTrajectories
 from streams.log.connect import open_log
 from streams.log.memory import MemoryLog
 from streams.log.protocol import Log, Reader
@@ -149,3 +154,31 @@ def test_the_app_stops_when_told(run: Run, messages: list[Event], tmp_path: Path
     thread.join(60)
     assert not thread.is_alive()
     log.close()
+
+
+def test_a_message_that_was_never_delivered_ends_the_worker(run: Run, messages: list[Event], tmp_path: Path) -> None:
+    """Faust would take it for a hole in the log, and commit it."""
+    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    append(log, messages)
+    by_offset = {
+        message.address.offset: message for message in log.messages(["messages"]) if message.address.partition == 0
+    }
+
+    async def take(first: int, *offsets: int) -> None:
+        settings = StreamsSettings(state_folder=str(tmp_path), hops=("score",))
+        streams = app.make_app(run, settings, log, asyncio.get_running_loop().create_future())
+        agent = app.Agent(streams, ScoreTrajectories({}), log.codec, run.run_id, settings, Pulse())
+        agent.expect({TP("messages", 0): first})
+        for offset in offsets:
+            value = by_offset[min(offset, max(by_offset))].value
+            message = SimpleNamespace(topic="messages", partition=0, offset=offset, key=b"", value=value)
+            agent._take(SimpleNamespace(message=message))
+
+    asyncio.run(take(0, 0, 1, 2))
+    asyncio.run(take(0, 0, 1, 0, 1, 2))  # sought back
+    beyond = max(by_offset) + 1
+    asyncio.run(take(beyond, beyond, beyond + 2))  # nothing stands between them
+    with pytest.raises(LogBroken, match="was delivered after offset 0"):
+        asyncio.run(take(0, 0, 2))
+    with pytest.raises(LogBroken, match="was delivered after offset 0"):
+        asyncio.run(take(1, 3))
