@@ -6,8 +6,10 @@ python -m bench [--quick] [SUBJECT …]
 import argparse
 import importlib
 import json
+import os
 import platform
 import sys
+from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,26 +36,30 @@ def main() -> int:
         subject: importlib.import_module(f"bench.{subject}").measure(arguments.quick)
         for subject in arguments.subjects or SUBJECTS
     }
-    if not arguments.quick and not arguments.subjects:
-        _PAGE.write_text(_page(figures))
+    if not arguments.quick:
+        _PAGE.write_text(page_with(_PAGE.read_text(), figures, datetime.now(UTC)))
     print(json.dumps({name: value for found in figures.values() for name, value in found.items()}))
     return 0
 
 
-def _page(figures: dict[str, dict[str, float]]) -> str:
-    rows = [
-        f"| {subject} | {name} | {value:.3g} |" for subject, found in figures.items() for name, value in found.items()
-    ]
+def page_with(page: str, figures: dict[str, dict[str, float]], now: datetime) -> str:
+    """The page with these figures; what it says of other subjects stays."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for line in page.splitlines():
+        if line.startswith(tuple(f"| {subject} |" for subject in SUBJECTS if subject not in figures)):
+            rows[line.split(" ")[1]].append(line)
+    for subject, found in figures.items():
+        rows[subject] = [f"| {subject} | {name} | {value:.3g} | {now:%Y-%m-%d} |" for name, value in found.items()]
     return "\n".join(
         [
             "# Measured by `make bench`",
             "",
-            f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, Python {platform.python_version()}.",
+            f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.",
             "Ratios are to the bare part in the same run: 1 means as fast as the part alone. Rates are only for scale.",
             "",
-            "| subject | figure | value |",
-            "|---|---|---|",
-            *rows,
+            "| subject | figure | value | on |",
+            "|---|---|---|---|",
+            *(row for subject in SUBJECTS for row in rows[subject]),
             "",
             *(f"![{plot.stem}](plots/{plot.name})\n" for plot in sorted(FOLDER.glob("*.svg"))),
         ]
