@@ -269,8 +269,8 @@ def _log_of(runs: Path) -> "Iterator[tuple[KafkaLog, Run]]":
 
 
 def _table_of_lags(rows: "list[Row]") -> Table:
-    columns = ("group", Column("topic", no_wrap=True), "lag", "taken/s", "arriving/s", "forgotten in")
-    table = Table(*columns, box=None, padding=(0, 2))
+    numbers = [Column(name, justify="right") for name in ("lag", "taken/s", "arriving/s", "forgotten in")]
+    table = Table("group", Column("topic", no_wrap=True), *numbers, box=None, padding=(0, 2))
     for row in rows:
         rates = [row.taken_per_second, row.arriving_per_second]
         table.add_row(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from consumers.lag_watch import GROUPS, expiries_of
 from schemas.ids import now_microseconds
 from schemas.retention import Expiry
-from streams.log.protocol import Log
+from streams.log.protocol import Log, Standing
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,16 @@ def lags(log: Log, run_id: str) -> Iterator[list[Row]]:
                     committed, end = before[place]
                     taken, arriving = (standing.committed - committed) / seconds, (standing.end - end) / seconds
                 before[place] = standing.committed, standing.end
-                rows.append(Row(group, topic, standing.lag, taken, arriving, expiries.get(place)))
+                lag = _lag(log, f"{group}-{run_id}", topic, standing)
+                rows.append(Row(group, topic, lag, taken, arriving, expiries.get(place)))
         yield rows
+
+
+def _lag(log: Log, group: str, topic: str, standing: Standing) -> int:
+    """A topic that is written by transactions ends with their marks, which are no messages: nobody is behind for them."""
+    if standing.lag and log.unread(group, [topic])[topic].oldest_milliseconds is None:
+        return 0
+    return standing.lag
 
 
 def _expiries(log: Log, run_id: str) -> list[Expiry]:
