@@ -7,14 +7,11 @@ from streams.app import state_folder
 from streams.config import StreamsSettings
 from streams.log.connect import open_log
 from tests.torture.own_broker import own_broker
+from tests.torture.rivals import rival_cutters, rival_trainers
+from tests.torture.scenario import completed_groups
 from tests.torture.stopping import await_that
-from tests.torture.trouble import (
-    broker_killed_in_transactions,
-    completed_groups,
-    rival_cutters,
-    rival_trainers,
-    storm,
-)
+from tests.torture.storm import storm
+from tests.torture.transactions import broker_killed_in_transactions
 
 
 def test_a_broker_that_dies_inside_transactions_shows_each_batch_once(kafka_run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Workers of one Faust app that come and go, and sleep past their session, while messages flow."""
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.events import Event, EventRejected
+from schemas.registry import MemoryRegistry
+from schemas.run import Run
+from streams.driver import Driver
+from streams.hops.flow import hops
+from streams.log.connect import open_log
+from streams.log.memory import MemoryLog
+from tests.flow.synthetic import groups
+from tests.torture.kills import events_of
+from tests.torture.programs import Program, streams_program
+from tests.torture.scenario import append, flowing, kill_all, lag_of, troubled_run
+from tests.torture.stopping import await_that
+
+DERIVED_TOPICS = ("trajectories", "rewards", "groups")
+READ_TOPICS = ("messages", "trajectories", "rewards")
+
+Act = Literal["join", "leave", "kill", "sleep"]
+ACTS: tuple[Act, ...] = ("join", "leave", "kill", "sleep")
+WORKERS_MAX = 3
+
+
+@dataclass(frozen=True)
+class Stormed:
+    """What the workers made of the messages."""
+
+    acts: list[Act]
+    messages: int
+    lost: int
+    foreign: int
+    repeated: int
+    rejected: int
+    lag: int
+    ends: Counter[str]
+    "of workers that were told to leave, or ended by themselves"
+
+    @property
+    def holds(self) -> bool:
+        return self.lost == self.foreign == self.rejected == self.lag == 0 and set(self.ends) <= {"exit code 0"}
+
+
+def storm(
+    run: Run, folder: Path, acts: Sequence[Act], groups_count: int, seed: int, seek_seconds: float = 0.0
+) -> Stormed:
+    """Workers join, leave, are killed and sleep past their session while messages flow."""
+    run = troubled_run(run, "storm")
+    chance = random.Random(seed)
+    messages = [event for rollout in groups(groups_count, run_id=run.run_id) for event in rollout]
+    field = _Field(run, folder, chance, seek_seconds)
+    try:
+        with flowing(run, messages, seconds=8.0 * len(acts)):
+            for act in acts:
+                time.sleep(chance.uniform(1.0, 4.0))
+                field.do(act)
+        field.replace_the_fallen()
+        return _stormed(run, messages, list(acts), field)
+    finally:
+        kill_all(field.workers)
+
+
+class _Field:
+    """The workers of one app. One that ends by itself is started again under its name, as a supervisor would."""
+
+    def __init__(self, run: Run, folder: Path, chance: random.Random, seek_seconds: float) -> None:
+        self._run = run
+        self._folder = folder
+        self._chance = chance
+        self._seek_seconds = seek_seconds
+        self._by_name: dict[str, Program] = {}
+        self.ends: Counter[str] = Counter()
+        self.do("join")
+        self.do("join")
+
+    @property
+    def workers(self) -> list[Program]:
+        return list(self._by_name.values())
+
+    def do(self, act: Act) -> None:
+        self.replace_the_fallen()
+        if act == "join" and len(self._by_name) < WORKERS_MAX:
+            names = {f"streams-{number}" for number in range(WORKERS_MAX)}
+            self._start(self._chance.choice(sorted(names - self._by_name.keys())))
+        if act == "join":
+            return
+        name = self._chance.choice(sorted(self._by_name))
+        worker = self._by_name[name]
+        if act == "sleep":
+            worker.stop_past_session()
+        elif act == "kill":
+            worker.kill()
+            self._start(name)
+        else:
+            del self._by_name[name]
+            worker.send(signal.SIGTERM)
+            self.ends[worker.ended()] += 1
+            if not self._by_name:
+                self._start(name)
+
+    def replace_the_fallen(self) -> None:
+        for name, worker in list(self._by_name.items()):
+            if not worker.is_alive:
+                self.ends[worker.ended()] += 1
+                self._start(name)
+
+    def leave(self) -> None:
+        """Everybody drains."""
+        for worker in self.workers:
+            worker.send(signal.SIGTERM)
+        for worker in self.workers:
+            self.ends[worker.ended()] += 1
+
+    def _start(self, name: str) -> None:
+        run = msgspec.structs.replace(self._run, worker=name)
+        self._by_name[name] = streams_program(run, self._folder, self._seek_seconds)
+
+
+def _stormed(run: Run, messages: Sequence[Event], acts: list[Act], field: _Field) -> Stormed:
+    quiet = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    append(quiet, messages)
+    Driver(quiet, hops((), "standardised"), run.run_id).run_until_caught_up()
+    log = open_log(run)
+    try:
+        await_that(lambda: lag_of(log, f"streams-{run.run_id}", READ_TOPICS) == 0, "everything is taken and committed")
+        field.leave()
+        lost = foreign = repeated = 0
+        for topic in DERIVED_TOPICS:
+            found = Counter(event.meta.id for event in events_of(log, topic, run.run_id))
+            wanted = {event.meta.id for event in events_of(quiet, topic, run.run_id)}
+            lost += len(wanted - found.keys())
+            foreign += len(found.keys() - wanted)
+            repeated += found.total() - len(found)
+        rejected = sum(isinstance(event, EventRejected) for event in events_of(log, "dead-letters", run.run_id))
+        lag = lag_of(log, f"streams-{run.run_id}", READ_TOPICS)
+        return Stormed(acts, len(messages), lost, foreign, repeated, rejected, lag, field.ends)
+    finally:
+        log.close()

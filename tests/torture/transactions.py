@@ -1,0 +1,156 @@
+"""A broker that dies inside transactions of the cutter."""
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from confluent_kafka import Producer
+
+from schemas.codec import Codec
+from schemas.events import BatchCut, Event
+from schemas.metrics import Pulse
+from schemas.run import Run
+from streams import cut
+from streams.config import CutSettings
+from streams.log.connect import codec_of
+from streams.log.kafka import KafkaLog, KafkaTransactor
+from streams.log.protocol import Log
+from tests.torture.kills import events_of
+from tests.torture.own_broker import OwnBroker
+from tests.torture.scenario import GROUPS_PER_BATCH, append, completed_groups, lag_of, troubled_run
+from tests.torture.stopping import await_that
+
+Moment = Literal["produced", "sent_offsets", "committing", "committed"]
+MOMENTS: tuple[Moment, ...] = ("produced", "sent_offsets", "committing", "committed")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What the cutters made of the groups."""
+
+    groups: int
+    batches: int
+    in_order: bool
+    groups_twice: int
+    groups_missing: int
+    lag: int
+
+    @property
+    def holds(self) -> bool:
+        whole = self.batches == self.groups // GROUPS_PER_BATCH
+        return whole and self.in_order and self.groups_twice == self.groups_missing == self.lag == 0
+
+
+def broker_killed_in_transactions(run: Run, broker: OwnBroker, moments: Sequence[Moment], seed: int) -> Cut:
+    """One cutter; the broker is killed at one moment of each transaction after another."""
+    run = troubled_run(run, "transactions")
+    written = completed_groups(run.run_id, GROUPS_PER_BATCH * (len(moments) + 2))
+    trouble = _Trouble(broker, list(moments), random.Random(seed))
+    log = _TroubledLog(run.bootstrap_servers, codec_of(run), trouble)
+    try:
+        append(log, written)
+        with _cutting(run, log):
+            return cut_of(run, log, written)
+    finally:
+        log.close()
+
+
+class _Trouble:
+    """Knows at which moments the broker is to die."""
+
+    def __init__(self, broker: OwnBroker, moments: list[Moment], chance: random.Random) -> None:
+        self._broker = broker
+        self._moments = moments
+        self._chance = chance
+
+    def is_due(self, moment: Moment) -> bool:
+        return bool(self._moments) and self._moments[0] == moment
+
+    def strike(self) -> None:
+        self._moments.pop(0)
+        self._broker.kill_and_start_again()
+
+    @contextmanager
+    def striking_meanwhile(self) -> Iterator[None]:
+        """Strikes while the block runs, a little later than it began."""
+        timer = threading.Timer(self._chance.uniform(0.0, 0.01), self.strike)
+        timer.start()
+        yield
+        timer.join()
+
+
+class _TroubledLog(KafkaLog):
+    def __init__(self, bootstrap_servers: str, codec: Codec, trouble: _Trouble) -> None:
+        super().__init__(bootstrap_servers, codec)
+        self._trouble = trouble
+
+    def transactor(self, name: str) -> KafkaTransactor:
+        return _TroubledTransactor(self._bootstrap_servers, self.codec, name, self._trouble)
+
+
+class _TroubledTransactor(KafkaTransactor):
+    def __init__(self, bootstrap_servers: str, codec: Codec, name: str, trouble: _Trouble) -> None:
+        self._trouble = trouble
+        super().__init__(bootstrap_servers, codec, name)
+
+    def _initialised(self) -> Producer:
+        return cast(Producer, _TroubledProducer(super()._initialised(), self._trouble))
+
+
+class _TroubledProducer:
+    """A real producer whose broker dies between two of its calls, or during one."""
+
+    def __init__(self, producer: Producer, trouble: _Trouble) -> None:
+        self._producer = producer
+        self._trouble = trouble
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def send_offsets_to_transaction(self, *arguments: Any) -> None:
+        if self._trouble.is_due("produced"):
+            self._producer.flush()
+            self._trouble.strike()
+        self._producer.send_offsets_to_transaction(*arguments)
+        if self._trouble.is_due("sent_offsets"):
+            self._trouble.strike()
+
+    def commit_transaction(self) -> None:
+        if self._trouble.is_due("committing"):
+            with self._trouble.striking_meanwhile():
+                self._producer.commit_transaction()
+            return
+        self._producer.commit_transaction()
+        if self._trouble.is_due("committed"):
+            self._trouble.strike()
+
+
+@contextmanager
+def _cutting(run: Run, log: KafkaLog) -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=cut.cut, args=(run, CutSettings(), Pulse(), stop, log))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def cut_of(run: Run, log: Log, written: Sequence[Event]) -> Cut:
+    """Waits until every group is committed, and judges the batches."""
+    await_that(lambda: lag_of(log, f"cut-{run.run_id}", ["groups"]) == 0, "every group is in a batch")
+    batches = [event for event in events_of(log, "batches", run.run_id) if isinstance(event, BatchCut)]
+    found = Counter(group for batch in batches for group in batch.groups)
+    return Cut(
+        groups=len(written),
+        batches=len(batches),
+        in_order=[batch.index for batch in batches] == list(range(len(batches))),
+        groups_twice=found.total() - len(found),
+        groups_missing=len({group.meta.group_id for group in written} - found.keys()),
+        lag=lag_of(log, f"cut-{run.run_id}", ["groups"]),
+    )
