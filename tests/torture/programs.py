@@ -30,6 +30,7 @@ class Program:
         self._process = _PROCESSES.Process(target=_entered, args=(tells, function, arguments), daemon=True)
         self._process.start()
         tells.close()
+        self._has_entered = False
 
     @property
     def is_alive(self) -> bool:
@@ -39,11 +40,22 @@ class Program:
         if self._process.pid is not None and self.is_alive:
             os.kill(self._process.pid, number)
 
+    def leave(self) -> None:
+        """SIGTERM, when it can hear it: one that is still being loaded would die of it."""
+        self._await_entry()
+        self.send(signal.SIGTERM)
+
+    def _await_entry(self) -> None:
+        if not self._has_entered:
+            self._told.recv()
+            self._has_entered = True
+
     def ended(self) -> str:
         """Waits for its end. Says of what: an error with its name, or "exit code N"."""
         self._process.join(_PATIENCE_SECONDS)
         assert not self.is_alive, "the program does not end"
         try:
+            self._await_entry()
             return str(self._told.recv())
         except EOFError:
             return f"exit code {self._process.exitcode}"
@@ -107,6 +119,7 @@ def _trainer(run: Run, stop: threading.Event) -> None:
 def _entered(tells: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    tells.send("entered")
     only_errors()
     try:
         function(*arguments, stop)

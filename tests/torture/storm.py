@@ -1,7 +1,6 @@
 """Workers of one Faust app that come and go, and sleep past their session, while messages flow."""
 
 import random
-import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -105,7 +104,7 @@ class _Field:
             self._start(name)
         else:
             del self._by_name[name]
-            worker.send(signal.SIGTERM)
+            worker.leave()
             self.ends[worker.ended()] += 1
             if not self._by_name:
                 self._start(name)
@@ -119,7 +118,7 @@ class _Field:
     def leave(self) -> None:
         """Everybody drains."""
         for worker in self.workers:
-            worker.send(signal.SIGTERM)
+            worker.leave()
         for worker in self.workers:
             self.ends[worker.ended()] += 1
 
