@@ -1,11 +1,13 @@
 """Short forms of the trouble that `make torture` makes at length."""
 
+import time
 from pathlib import Path
 
 from schemas.run import Run
 from streams.app import state_folder
 from streams.config import StreamsSettings
 from streams.log.connect import open_log
+from tests.flow.synthetic import groups
 from tests.torture.own_broker import own_broker
 from tests.torture.rivals import rival_cutters, rival_trainers
 from tests.torture.scenario import completed_groups
@@ -37,6 +39,39 @@ def test_readers_hear_again_of_a_broker_that_slept_and_was_taken_for_dead(kafka_
         for reader in readers:
             reader.close()
         log.close()
+
+
+def test_a_partition_that_is_lost_while_it_is_held_is_read_when_it_comes_back(kafka_run: Run) -> None:
+    """A worker with its hands full holds its partitions; another takes some of them, and gives them back."""
+    log, other = open_log(kafka_run), open_log(kafka_run)
+    run_id = f"held-{time.time_ns():x}"
+    busy = log.reader(["messages"], group=run_id)
+    await_that(lambda: bool(busy.poll(1, 0.5)) or busy.caught_up(), "all partitions are the first one's")
+    busy.poll(0, 0.1)
+    guest = other.reader(["messages"], group=run_id)
+
+    def guest_has_some() -> bool:
+        busy.poll(0, 0.1)
+        return bool(guest.poll(1, 0.1)) or guest.caught_up()
+
+    await_that(guest_has_some, "the second has its share")
+    busy.poll(1, 0.5)  # lets go what is left
+    guest.close()
+    written = {event.meta.id for rollout in groups(20, run_id=run_id) for event in rollout}
+    for rollout in groups(20, run_id=run_id):
+        for event in rollout:
+            log.append(event)
+    log.flush()
+    read: set[str] = set()
+
+    def has_read_all() -> bool:
+        read.update(d.event.meta.id for d in busy.poll(1000, 0.5) if d.event and d.event.meta.run_id == run_id)
+        return read == written
+
+    await_that(has_read_all, "what comes on every partition is read")
+    busy.close()
+    log.close()
+    other.close()
 
 
 def test_of_two_cutters_the_older_ends_and_no_group_is_cut_twice(kafka_run: Run) -> None:
