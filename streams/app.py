@@ -46,6 +46,8 @@ from streams.stage import Change, Stage
 logger = structlog.get_logger()
 
 _LAG_SECONDS = 5.0
+_FETCH_BYTES = 256 * 1024
+"of a partition at once: what is compressed may be a hundred times as large in memory"
 _CHANGELOG_BUFFER_MESSAGES = 10_000
 "Above this no more is delivered until Faust has sent some: all states of a commit should fit."
 
@@ -313,6 +315,7 @@ def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Fut
         topic_disable_leader=True,
         topic_allow_declare=True,
         consumer_auto_offset_reset="earliest",
+        consumer_max_fetch_size=_FETCH_BYTES,
         broker_session_timeout=settings.session_timeout_seconds,
         broker_heartbeat_interval=settings.session_timeout_seconds / 4,
         broker_commit_interval=settings.commit_seconds,

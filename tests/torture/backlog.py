@@ -124,10 +124,11 @@ _PARTS: dict[str, tuple[Callable[[Log], bool], int]] = {
     # imports; fetched ahead, and a fetch of 256 KiB of each partition of two topics, compressed ten to a hundred times;
     # a poll as bytes and as events
     "reader": (_has_read(f"reader-{RUN_ID}"), 128 * MEBIBYTE + 2 * (32 + 100) * MEBIBYTE + 4 * 16 * MEBIBYTE),
-    # imports; Faust's fetch of 1 MiB of each partition, compressed like that; facts that wait for the broker
-    "streams": (_has_streamed, 192 * MEBIBYTE + 2 * 4 * 100 * MEBIBYTE + 64 * MEBIBYTE),
-    # ClickHouse, and what the reader takes; a batch as rows, as JSON lines and inside ClickHouse
-    "traces": (_has_read(f"traces-{RUN_ID}"), 1024 * MEBIBYTE + 2 * (32 + 100) * MEBIBYTE + 12 * 16 * MEBIBYTE),
+    # imports; a fetch as the reader's; a thousand messages of each partition in a queue of a stream, with text in two topics;
+    # facts that wait for the broker; two tables, each with a cache and two buffers of writes a partition
+    "streams": (_has_streamed, (192 + 2 * 100 + 64 + 2 * 4 * (32 + 2 * 8)) * MEBIBYTE + 4096 * TEXT_BYTES),
+    # ClickHouse with its merges of large rows, and what the reader takes; a batch as rows, as JSON lines and inside ClickHouse
+    "traces": (_has_read(f"traces-{RUN_ID}"), 1536 * MEBIBYTE + 2 * (32 + 100) * MEBIBYTE + 12 * 16 * MEBIBYTE),
 }
 "by program: when it has caught up, and how much memory it may take, with a wide margin"
 
