@@ -97,7 +97,7 @@ class RolloutsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tools: ToolsSettings = ToolsSettings()
     "tools that work outside the sandbox: [rollouts.tools.search], [rollouts.tools.mcp.NAME] and so on"
     sandboxes: int = 32
-    "most sandboxes open at once; a rollout keeps one from its first tool call to its end"
+    "most rollouts with an open sandbox at once; one keeps it, and a second one for sql and kv, from its first call to its end"
     isolation: Literal["bubblewrap", "gvisor"] = "bubblewrap"
     "what holds the agent's code (docs/sandboxes.md); gVisor is stronger, needs runsc, and opens ten times slower"
     limits: Limits = Limits()

@@ -312,7 +312,7 @@ def _blob(blobs: Blobs, uri: str, sha256: str) -> bytes:
 
 def _first_uid() -> int:
     """Workers on one machine must not share the users their sandboxes run as."""
-    return 200_000 + os.getpid() % 4096 * 64
+    return 200_000 + os.getpid() % 4096 * 1024
 
 
 def _raise_first(ends: list[BaseException | None]) -> None:

@@ -1,7 +1,10 @@
 """A bounded set of warm sandboxes, leased one owner at a time.
 
+An owner takes a place. A place has a sandbox for the agent's code and, if it is asked for, one *apart*, in which no code
+of the agent ever runs. Both belong to the place, so nobody holds one and waits for another.
+
 A sandbox comes back to the pool only after it has reset itself, which happens behind the leaser's back. It is thrown
-away, and the slot opens a new one on demand, when the lease ended in an exception, ran out of time, or the sandbox
+away, and the place opens a new one on demand, when the lease ended in an exception, ran out of time, or the sandbox
 cannot prove itself clean.
 """
 
@@ -17,11 +20,35 @@ from sandboxes.protocol import Backend, Sandbox, SandboxFailed
 logger = logging.getLogger(__name__)
 
 
+class Place:
+    """What one owner has leased. Its sandboxes are opened when they are first asked for."""
+
+    def __init__(self, pool: "Pool", slot: int) -> None:
+        self.slot = slot
+        self.sandboxes: dict[int, Sandbox] = {}
+        """Those that the owner has had, by the number that the backend knows them by."""
+        self._pool = pool
+        self._has_expired = False
+
+    async def sandbox(self, apart: bool = False) -> Sandbox:
+        """The place's sandbox, the same one each time. SandboxFailed when none can be opened, or the lease ran out."""
+        if self._has_expired:
+            raise SandboxFailed("the lease has run out")
+        number = self.slot + (self._pool.size if apart else 0)
+        if number not in self.sandboxes:
+            self.sandboxes[number] = await self._pool.living(number)
+        return self.sandboxes[number]
+
+    def expire(self) -> None:
+        self._has_expired = True
+        self._pool.expire(self)
+
+
 class Pool:
-    """At most `size` sandboxes of one backend. Use `async with`, or `start` and `close`."""
+    """At most `size` places with sandboxes of one backend. Use `async with`, or `start` and `close`."""
 
     def __init__(self, backend: Backend, size: int, warm: int | None = None) -> None:
-        """`warm` of them are opened by `start`, the others on demand; None = all."""
+        """In `warm` places a sandbox is opened by `start`, in the others on demand; None = in all."""
         if size < 1:
             raise ValueError(f"a pool needs at least one slot, not {size}")
         self.backend = backend
@@ -56,29 +83,32 @@ class Pool:
         await self.close()
 
     @contextlib.asynccontextmanager
-    async def lease(self, *, owner: str, seconds: float, snapshot: bytes | None = None) -> AsyncIterator[Sandbox]:
-        """A clean sandbox for this owner, or one with the files of a snapshot; waits while all are taken.
-
-        After `seconds` it is closed under the owner, whose next call then raises SandboxFailed. SandboxFailed too when
-        none can be opened or the pool is closed; OSError when the snapshot is refused."""
+    async def place(self, *, owner: str, seconds: float) -> AsyncIterator[Place]:
+        """A place for this owner; waits while all are taken. After `seconds` its sandboxes are closed under the owner,
+        whose next call then raises SandboxFailed. SandboxFailed too when the pool is closed."""
         slot = await self._take()
-        try:
-            sandbox = await self._living(slot)
-        except BaseException:
-            self._free.put_nowait(slot)
-            raise
+        place = Place(self, slot)
         self.leased[slot] = owner
-        expiry = asyncio.get_running_loop().call_later(seconds, self._expire, slot, sandbox)
+        expiry = asyncio.get_running_loop().call_later(seconds, place.expire)
         healthy = False
         try:
-            if snapshot is not None:
-                await sandbox.restore(snapshot)
-            yield sandbox
+            yield place
             healthy = True
         finally:
             expiry.cancel()
             del self.leased[slot]
-            self._in_background(self._give_back(slot, sandbox, healthy))
+            self._in_background(self._give_back(place, healthy))
+
+    @contextlib.asynccontextmanager
+    async def lease(self, *, owner: str, seconds: float, snapshot: bytes | None = None) -> AsyncIterator[Sandbox]:
+        """A place's sandbox for the agent's code: clean, or with the files of a snapshot.
+
+        Raises as `place` does; SandboxFailed when none can be opened; OSError when the snapshot is refused."""
+        async with self.place(owner=owner, seconds=seconds) as place:
+            sandbox = await place.sandbox()
+            if snapshot is not None:
+                await sandbox.restore(snapshot)
+            yield sandbox
 
     async def close(self) -> None:
         """End every sandbox, leased or not. Idempotent."""
@@ -100,40 +130,56 @@ class Pool:
     async def _take(self) -> int:
         """A free slot. While we wait the pool may close; whoever waits behind us must learn it too."""
         slot = await self._free.get()
-        if self._closed:
+        try:
+            self._check_open()
+        except SandboxFailed:
             self._free.put_nowait(slot)
-            raise SandboxFailed("the pool is closed")
+            raise
         return slot
 
-    async def _living(self, slot: int) -> Sandbox:
-        """The slot's sandbox, or a new one when there is none or it died while nobody used it."""
-        sandbox = self._sandboxes.get(slot)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxFailed("the pool is closed")
+
+    async def living(self, number: int) -> Sandbox:
+        """The sandbox of this number, or a new one when there is none or it died while nobody used it."""
+        sandbox = self._sandboxes.get(number)
         if sandbox is not None and not sandbox.is_alive:
             logger.warning("sandbox %s died while idle and is replaced", sandbox.sandbox_id)
-            await self._throw_away(slot, sandbox)
+            del self._sandboxes[number]
+            await sandbox.close()
             sandbox = None
         if sandbox is None:
-            sandbox = self._sandboxes[slot] = await self.backend.open(slot)
+            self._check_open()
+            sandbox = self._sandboxes[number] = await self.backend.open(number)
         return sandbox
 
-    async def _give_back(self, slot: int, sandbox: Sandbox, healthy: bool) -> None:
+    def expire(self, place: Place) -> None:
+        for sandbox in place.sandboxes.values():
+            logger.warning("the lease of %s on %s ran out", self.leased.get(place.slot), sandbox.sandbox_id)
+            self._in_background(sandbox.close())
+
+    async def _give_back(self, place: Place, healthy: bool) -> None:
         """Reset or throw away, then free the slot, whatever happens."""
         try:
-            if not (healthy and await sandbox.reset()):
-                await self._throw_away(slot, sandbox)
+            for number, sandbox in place.sandboxes.items():
+                await self._clean(number, sandbox, healthy)
+        finally:
+            self._free.put_nowait(place.slot)
+
+    async def _clean(self, number: int, sandbox: Sandbox, healthy: bool) -> None:
+        """It is the pool's again only when it has proved itself clean."""
+        self._sandboxes.pop(number, None)
+        is_clean = False
+        try:
+            is_clean = healthy and await sandbox.reset()
         except SandboxFailed as error:
             logger.warning("sandbox %s failed its reset and is thrown away: %s", sandbox.sandbox_id, error)
-            await self._throw_away(slot, sandbox)
         finally:
-            self._free.put_nowait(slot)
-
-    async def _throw_away(self, slot: int, sandbox: Sandbox) -> None:
-        self._sandboxes.pop(slot, None)
-        await sandbox.close()
-
-    def _expire(self, slot: int, sandbox: Sandbox) -> None:
-        logger.warning("the lease of %s on %s ran out", self.leased.get(slot), sandbox.sandbox_id)
-        self._in_background(sandbox.close())
+            if is_clean:
+                self._sandboxes[number] = sandbox
+            else:
+                await sandbox.close()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,4 +1,7 @@
-"""What one rollout works with: its tools, its world, its weather, and a sandbox that opens at the first call.
+"""What one rollout works with: its tools, its world, its weather, and sandboxes that open at the first call.
+
+Tools *apart* (sql, kv) run in a sandbox of their own, in which no code of the agent ever runs. The tables or keys of the
+world that they need are there and nowhere else: the agent cannot read them around the weather, or change what is answered.
 
 A tool that works outside the sandbox (sandboxes.outside) is called, checked and perturbed like any other; who serves it
 is opened at its first call too, and all are closed together.
@@ -21,10 +24,10 @@ import msgspec
 
 from sandboxes.outside.calls import OutsideCalls
 from sandboxes.outside.contract import OutsideTool, Visit
-from sandboxes.pool import Pool
+from sandboxes.pool import Place, Pool
 from sandboxes.protocol import Blob, ErrorKind, Sandbox, SandboxFailed, ToolResult
 from sandboxes.tools.schema import complaint
-from sandboxes.tools.tool import Tool
+from sandboxes.tools.tool import Tool, parts_apart
 from sandboxes.worlds import perturbations
 from sandboxes.worlds.world import World, set_up_world
 
@@ -40,6 +43,15 @@ class Observation(msgspec.Struct, frozen=True):
     perturbation: dict[str, Any] | None
     milliseconds: float
     blobs: tuple[Blob, ...] = ()
+
+
+class Room:
+    """One of the two sandboxes of a rollout, and what has happened in it."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self.parts_set_up: set[str] = set()
+        self.calls_run = 0
 
 
 class Workbench:
@@ -63,10 +75,11 @@ class Workbench:
         self._owner = owner
         self._lease_seconds = lease_seconds
         self._lease = contextlib.AsyncExitStack()
-        self._sandbox: Sandbox | None = None
-        self._parts_set_up: set[str] = set()
+        self._place: Place | None = None
+        self._rooms: dict[bool, Room] = {}
+        """The room apart, and the agent's own."""
+        self._parts_apart = parts_apart(self.tools.values())
         self._calls = 0
-        self._calls_run = 0
         self._times_called: Counter[bytes] = Counter()
         visit = Visit(owner=owner, world=self.world, get_file=self._get_file, put_file=self._put_file)
         self._outside = OutsideCalls(visit)
@@ -82,8 +95,9 @@ class Workbench:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the sandbox back. After an exception the pool throws it away."""
-        self._sandbox = None
+        """Give the sandboxes back. After an exception the pool throws them away."""
+        self._place = None
+        self._rooms.clear()
         await self._lease.__aexit__(kind, error, traceback)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Observation:
@@ -117,20 +131,22 @@ class Workbench:
         if isinstance(chosen, OutsideTool):
             return await self._outside.call(chosen, arguments, f"call-{index}")
         started = time.perf_counter()
-        sandbox = await self._open()
-        failed = await self._set_up(sandbox, chosen.needs, index)
+        room = await self._open(chosen.apart)
+        failed = await self._set_up(room, chosen.needs if chosen.apart else chosen.needs - self._parts_apart, index)
         if failed is not None:
             return failed
-        self._calls_run += 1
-        result = await sandbox.call(tool, arguments, f"call-{index}")
+        room.calls_run += 1
+        result = await room.sandbox.call(tool, arguments, f"call-{index}")
         return msgspec.structs.replace(result, milliseconds=(time.perf_counter() - started) * 1000)
 
-    async def _open(self) -> Sandbox:
-        if self._sandbox is None:
-            lease = self._pool.lease(owner=self._owner, seconds=self._lease_seconds)
-            self._sandbox = await self._lease.enter_async_context(lease)
-            self.sandbox_id = self._sandbox.sandbox_id
-        return self._sandbox
+    async def _open(self, apart: bool = False) -> Room:
+        if self._place is None:
+            place = self._pool.place(owner=self._owner, seconds=self._lease_seconds)
+            self._place = await self._lease.enter_async_context(place)
+        if apart not in self._rooms:
+            self._rooms[apart] = Room(await self._place.sandbox(apart))
+            self.sandbox_id = self.sandbox_id or self._rooms[apart].sandbox.sandbox_id
+        return self._rooms[apart]
 
     async def _get_file(self, path: str) -> bytes:
         return await (await self._open_with_files()).get(path)
@@ -140,25 +156,25 @@ class Workbench:
 
     async def _open_with_files(self) -> Sandbox:
         """The sandbox with the world's files in it, for a tool outside. OSError when the agent spoilt it."""
-        sandbox = await self._open()
-        failed = await self._set_up(sandbox, frozenset({"files"}), self._calls - 1)
+        room = await self._open()
+        failed = await self._set_up(room, frozenset({"files"}), self._calls - 1)
         if failed is not None:
             raise OSError(failed.content)
-        return sandbox
+        return room.sandbox
 
-    async def _set_up(self, sandbox: Sandbox, needs: frozenset[str], index: int) -> ToolResult | None:
-        """Put what a tool needs of the world into the sandbox, once. The failed result, if the agent spoilt it."""
-        missing = sorted(needs - self._parts_set_up)
-        self._parts_set_up.update(missing)
+    async def _set_up(self, room: Room, needs: frozenset[str], index: int) -> ToolResult | None:
+        """Put what a tool needs of the world into a room, once. The failed result, if the agent spoilt it."""
+        missing = sorted(needs - room.parts_set_up)
+        room.parts_set_up.update(missing)
         parts = {name: part for name in missing if (part := self.world.part(name))}
         if not parts:
             return None
-        result = await sandbox.call(set_up_world.name, parts, f"world-{index}")
+        result = await room.sandbox.call(set_up_world.name, parts, f"world-{index}")
         if not result.is_error:
             return None
-        if self._calls_run == 0:
+        if room.calls_run == 0:
             raise SandboxFailed(f"world {self.world.name}: {result.content}")
-        self._parts_set_up.difference_update(missing)
+        room.parts_set_up.difference_update(missing)
         return result  # code of the agent ran before, and may have filled the disk: its own doing
 
     def _observe(

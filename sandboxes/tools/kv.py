@@ -3,7 +3,7 @@
 from sandboxes.tools.tool import ToolError, tool
 
 
-@tool(needs=frozenset({"files", "keys"}))
+@tool(needs=frozenset({"keys"}), apart=True)
 def kv(key: str) -> str:
     """Look up the value of a key in the key-value store.
 

@@ -1,6 +1,6 @@
 """Tools by name: those that ship, and those of one's own that a program passes in."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from sandboxes.outside.contract import OutsideTool
 from sandboxes.tools.audio import audio_info, audio_text, audio_trim
@@ -13,7 +13,7 @@ from sandboxes.tools.kv import kv
 from sandboxes.tools.python import python
 from sandboxes.tools.sql import sql
 from sandboxes.tools.terminal import terminal
-from sandboxes.tools.tool import Tool
+from sandboxes.tools.tool import EVERYTHING, Tool, parts_apart
 
 FAMILIES: dict[str, tuple[Tool, ...]] = {
     "files": (read_file, write_file, edit_file, list_files, search_files),
@@ -32,7 +32,7 @@ SHIPPED: dict[str, Tool] = {
 
 def toolset(names: Iterable[str], own: Iterable[Tool] = ()) -> dict[str, Tool]:
     """The named tools, in the order of the names; the name of a family stands for all of it. ValueError, with all known
-    names, for one that does not exist."""
+    names, for one that does not exist; and for tools that do not go together."""
     own = tuple(own)
     known = {name: (tool,) for name, tool in SHIPPED.items()} | FAMILIES | {tool.name: (tool,) for tool in own}
     known |= families_outside(own)
@@ -41,7 +41,20 @@ def toolset(names: Iterable[str], own: Iterable[Tool] = ()) -> dict[str, Tool]:
         if name not in known:
             raise ValueError(f"there is no tool {name!r}; known tools: {', '.join(sorted(known))}")
         chosen.update({tool.name: tool for tool in known[name]})
+    check_reach(chosen.values())
     return chosen
+
+
+def check_reach(tools: Collection[Tool]) -> None:
+    """ValueError for a tool that asks for a part of the world which another one keeps apart."""
+    kept = parts_apart(tools)
+    for tool in tools:
+        if not tool.apart and tool.needs != EVERYTHING and (missed := sorted(tool.needs & kept)):
+            keeper = next(each.name for each in tools if each.apart and missed[0] in each.needs)
+            raise ValueError(
+                f"the tool {tool.name} needs the {missed[0]} of the world, which {keeper} keeps apart from the agent's "
+                f"code: declare it @tool(apart=True), or leave {keeper} out"
+            )
 
 
 def families_outside(tools: Iterable[Tool]) -> dict[str, tuple[Tool, ...]]:

@@ -10,7 +10,7 @@ QUERY_SECONDS_MAX = 8.0
 """Less than the wall time of a call, so that a slow query ends by an error and not with the session."""
 
 
-@tool(needs=frozenset({"files", "tables"}))
+@tool(needs=frozenset({"tables"}), apart=True)
 def sql(query: str) -> str:
     """Ask the SQLite database one question in SQL. Read-only. One row a line, columns separated by |.
 

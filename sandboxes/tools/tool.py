@@ -8,7 +8,7 @@ that should help the agent: what was wrong, and what to do next. Any other excep
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, overload
 
 import msgspec
@@ -36,6 +36,9 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the world that must be in the sandbox before the first call: files, tables, keys."""
     call_timeout_seconds: float | None = None
     """Wall time of a call, if other than the sandbox's limit."""
+    apart: bool = False
+    """Runs in a sandbox where no code of the agent ever runs. The tables or keys that it needs are only there, so that
+    the agent reaches them by such tools alone."""
 
     def specification(self) -> dict[str, Any]:
         """The form in which chat templates list tools."""
@@ -47,13 +50,14 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 def tool(function: Callable[..., Any]) -> Tool: ...
 @overload
 def tool(
-    *, needs: frozenset[str] = ..., call_timeout_seconds: float | None = ...
+    *, needs: frozenset[str] = ..., call_timeout_seconds: float | None = ..., apart: bool = ...
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 def tool(
     function: Callable[..., Any] | None = None,
     *,
     needs: frozenset[str] = EVERYTHING,
     call_timeout_seconds: float | None = None,
+    apart: bool = False,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a Tool of a function: schema from its signature, description from its docstring.
 
@@ -69,6 +73,12 @@ def tool(
             source=shipped_source(function),
             needs=needs,
             call_timeout_seconds=call_timeout_seconds,
+            apart=apart,
         )
 
     return make if function is None else make(function)
+
+
+def parts_apart(tools: Iterable[Tool]) -> frozenset[str]:
+    """Parts of the world that an agent with these tools can only reach by one. Files are for all."""
+    return frozenset().union(*(tool.needs for tool in tools if tool.apart)) - {"files"}

@@ -34,6 +34,8 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     is_endless: bool = False
     """Only the wall time of a call ends it."""
     isolations: tuple[Isolation, ...] = EVERYWHERE
+    has_world: bool = False
+    """Beside it stands a sandbox apart with tables of a world, in which there is the secret of the world."""
 
 
 PRELUDE = """
@@ -752,6 +754,50 @@ attempt(search)""",
 ]
 
 
+WORLD = [
+    Attempt(
+        name="the world's tables",
+        tries="read what a tool keeps apart: in files, or in the memory of any process",
+        has_world=True,
+        code="""
+import re
+is_found = re.compile(rb"$world_secret").search
+def search():
+    for top in ("/work", "/tmp", "/opt", "/dev/shm"):
+        for folder, _, names in os.walk(top):
+            for name in names:
+                try: data = open(os.path.join(folder, name), "rb").read(1 << 20)
+                except OSError: continue
+                if is_found(data): return os.path.join(folder, name)
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            regions = [line.split()[0].split("-") for line in open(f"/proc/{pid}/maps") if " rw-p " in line]
+            memory = open(f"/proc/{pid}/mem", "rb")
+        except OSError: continue
+        for start, end in regions:
+            try:
+                memory.seek(int(start, 16))
+                if is_found(memory.read(int(end, 16) - int(start, 16))): return f"memory of {pid}"
+            except (OSError, OverflowError, ValueError): pass
+    refuse("it is not here")
+attempt(search)""",
+    ),
+    Attempt(
+        name="another answer",
+        tries="change what a tool apart answers, by its file and by ending what runs",
+        has_world=True,
+        witness="answers",
+        code="""
+for name in ("world.sqlite", "/tmp/world.sqlite"): open(name, "w").write("x")
+def end():
+    others = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and int(pid) not in (1, os.getpid())]
+    for pid in others: os.kill(pid, signal.SIGKILL)
+    return others or refuse("nothing else runs here")
+attempt(end)""",
+    ),
+]
+
+
 ATTEMPTS: tuple[Attempt, ...] = (
     *FILES,
     *PROCESSES,
@@ -762,4 +808,5 @@ ATTEMPTS: tuple[Attempt, ...] = (
     *EXHAUSTION,
     *LEFTOVERS,
     *REWARD,
+    *WORLD,
 )

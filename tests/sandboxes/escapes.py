@@ -34,6 +34,7 @@ from sandboxes.limits import MEBIBYTE, Limits
 from sandboxes.pool import Pool
 from sandboxes.protocol import Backend, Sandbox, SandboxFailed, ToolResult
 from sandboxes.tools.registry import SHIPPED
+from sandboxes.worlds.world import WORLD_TOOLS, Table, World, set_up_world
 from tests.sandboxes.attempts import ATTEMPTS, EVERYWHERE, PRELUDE, Attempt
 
 FIRST_UID = 1_000_000 + 16 * os.getpid()  # nobody else on this machine has these
@@ -106,7 +107,7 @@ async def show(attempts: list[Attempt], isolations: list[str]) -> int:
 async def pools(isolation: str) -> AsyncIterator[dict[bool, Pool]]:
     """Of one sandbox each: for attempts that end, and for those that do not. Nothing is left of them afterwards."""
     backends = [
-        open_backend(isolation, SHIPPED, limits, first_uid=FIRST_UID + number)
+        open_backend(isolation, SHIPPED | WORLD_TOOLS, limits, first_uid=FIRST_UID + number)
         for number, limits in enumerate((LIMITS, BRIEF))
     ]
     patient, brief = (Pool(backend, size=1, warm=0) for backend in backends)
@@ -120,9 +121,14 @@ async def judged(pool: Pool, attempt: Attempt, host: "Host") -> Verdict:
     """Run it, ask the witness, look at the next lease. A sandbox that fails under an attempt has been harmed by it."""
     gains: list[str] = []
     try:
-        async with pool.lease(owner=attempt.name, seconds=120) as sandbox:
+        async with pool.place(owner=attempt.name, seconds=120) as place:
+            sandbox = await place.sandbox()
+            if attempt.has_world:
+                await host.set_up_world(await place.sandbox(apart=True))
             result = await sandbox.call("python", {"code": host.filled(attempt.code, sandbox.isolation)}, "attempt")
             gains += claimed(result)
+            if attempt.has_world:
+                gains += await host.changes_of_world(await place.sandbox(apart=True))
             if attempt.witness is not None:
                 gains += await WITNESSES[attempt.witness](host, sandbox, result)
         await pool.settle()
@@ -164,6 +170,7 @@ class Host:
         self._canary = folder / "canary"
         self._canary.write_text(self._secret)
         self._reference_answer = secrets.token_hex(16)
+        self._world_secret = secrets.token_hex(16)
         self._folder = folder
         self._before = self._looks()
 
@@ -174,6 +181,7 @@ class Host:
             "canary_file": str(self._canary),
             "canary_secret": self._secret[:8] + '" "' + self._secret[8:],  # joined only when it runs
             "reference_answer": self._reference_answer[:8] + '" b"' + self._reference_answer[8:],
+            "world_secret": f"{self._world_secret[:8]}[{self._world_secret[8]}]{self._world_secret[9:]}",  # a pattern
             "host_pid": str(os.getpid()),
             "host_address": own_address(),
             "abstract_name": abstract_name(self._listeners["abstract"]),
@@ -185,6 +193,15 @@ class Host:
     def connections(self) -> list[str]:
         """Names of the listeners that somebody has reached since this was last asked."""
         return [name for name, listener in self._listeners.items() if accepts(listener)]
+
+    async def set_up_world(self, apart: Sandbox) -> None:
+        parts = World(name="kept", tables={"kept": Table(("secret",), ((self._world_secret,),))}).part("tables")
+        await apart.call(set_up_world.name, {"tables": parts}, "world")
+        assert await self.changes_of_world(apart) == []
+
+    async def changes_of_world(self, apart: Sandbox) -> list[str]:
+        answer = await apart.call("sql", {"query": "SELECT secret FROM kept"}, secrets.token_hex(8))
+        return [] if answer.content == self._world_secret else [f"the tool apart answers {answer.content}"]
 
     async def complaints(self) -> list[str]:
         """What is not as it was. Processes get a moment to end."""

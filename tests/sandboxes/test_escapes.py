@@ -14,7 +14,9 @@ from sandboxes.backends.cgroups import Overhead
 from sandboxes.backends.processes import Launch
 from sandboxes.limits import MEBIBYTE
 from sandboxes.pool import Pool
+from sandboxes.protocol import Sandbox
 from sandboxes.tools.registry import SHIPPED
+from sandboxes.worlds.world import WORLD_TOOLS
 from tests.sandboxes.attempts import ATTEMPTS
 from tests.sandboxes.escapes import FIRST_UID, LIMITS, Host, forget, guarded_host, judged, pools
 
@@ -140,6 +142,23 @@ async def test_attempts_do_succeed_without_the_wall(host: Host, hole: str) -> No
         verdicts = {name: await judged(pool, BY_NAME[name], host) for name in names}
     forget(backend)
     assert {name: verdict.word for name, verdict in verdicts.items()} == dict.fromkeys(names, "SUCCEEDED")
+
+
+class OneRoom(Pool):
+    """What should run apart runs beside the agent's code."""
+
+    async def living(self, number: int) -> Sandbox:
+        return await super().living(number % self.size)
+
+
+async def test_attempts_on_the_world_do_succeed_when_nothing_is_apart(host: Host) -> None:
+    if reason := lacking("bubblewrap"):
+        pytest.skip(reason)
+    backend = BubblewrapBackend(SHIPPED | WORLD_TOOLS, LIMITS, first_uid=FIRST_UID + 8)
+    async with OneRoom(backend, size=1, warm=0) as pool:
+        words = [(await judged(pool, attempt, host)).word for attempt in ATTEMPTS if attempt.has_world]
+    forget(backend)
+    assert words == ["SUCCEEDED", "SUCCEEDED"]
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])

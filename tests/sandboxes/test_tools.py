@@ -192,19 +192,19 @@ async def test_kv(bench: Workbench, key: str, content: str) -> None:
     assert (await bench.call("kv", {"key": key})).content == content
 
 
-async def test_kv_follows_no_link(bench: Workbench) -> None:
-    await bench.call("kv", {"key": "panel.stock"})
-    await bench.call("python", {"code": "import os; os.symlink('/runner.pyc', '/work/kv/link')"})
-    assert (await bench.call("kv", {"key": "link"})).content == "error: not found"
+async def test_kv_follows_no_link(sandbox: RunnerSandbox) -> None:
+    await sandbox.call("python", {"code": "import os; os.mkdir('kv'); os.symlink('/runner.pyc', 'kv/link')"}, "link")
+    assert (await sandbox.call("kv", {"key": "link"}, "look up")).content == "error: not found"
 
 
 async def test_files_of_the_world_are_there_for_python(bench: Workbench) -> None:
     assert (await bench.call("python", {"code": "open('notes/readme.txt').read()"})).content == "'north is up\\n'"
 
 
-async def test_world_that_the_agent_spoilt_is_the_agents_error(bench: Workbench) -> None:
-    await bench.call("python", {"code": "import os; os.mkdir('/work/world.sqlite')"})
-    observation = await bench.call("sql", {"query": "select 1"})
+async def test_world_that_the_agent_spoilt_is_the_agents_error(pool: Pool) -> None:
+    async with Workbench(pool, toolset(["files", "terminal"]), WORLD, seed=1, owner="test") as bench:
+        await bench.call("write_file", {"path": "world.sqlite", "content": "no database"})
+        observation = await bench.call("terminal", {"command": "true"})
     assert observation.error_kind == "agent"
     assert "could not be set up" in observation.content
 
