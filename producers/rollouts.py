@@ -311,8 +311,8 @@ def _blob(blobs: Blobs, uri: str, sha256: str) -> bytes:
 
 
 def _first_uid() -> int:
-    """Workers on one machine must not share the users their sandboxes run as."""
-    return 200_000 + os.getpid() % 4096 * 1024
+    """Workers on one machine must not share the users their sandboxes run as, nor meet those of jails (outside.jail)."""
+    return 1_000_000 + os.getpid() % 4096 * 1024
 
 
 def _raise_first(ends: list[BaseException | None]) -> None:

@@ -29,7 +29,7 @@ TOP_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 MOUNT_POINT = "/mnt"  # only in the launcher's private mount namespace; the host's own /mnt is not touched
-FIRST_UID = 600_000  # above those of the sandboxes
+FIRST_UID = 600_000  # below those of the workers' sandboxes, above those of backends opened by hand
 UIDS_PER_PROGRAM = 64
 SECCOMP_DESCRIPTOR = 9
 

@@ -10,13 +10,14 @@ from sandboxes.tools.excel import excel_chart, excel_read, excel_write
 from sandboxes.tools.files import edit_file, list_files, read_file, search_files, write_file
 from sandboxes.tools.image import image_info, image_text
 from sandboxes.tools.kv import kv
+from sandboxes.tools.patch import patch_file
 from sandboxes.tools.python import python
 from sandboxes.tools.sql import sql
 from sandboxes.tools.terminal import terminal
 from sandboxes.tools.tool import EVERYTHING, Tool, parts_apart
 
 FAMILIES: dict[str, tuple[Tool, ...]] = {
-    "files": (read_file, write_file, edit_file, list_files, search_files),
+    "files": (read_file, write_file, edit_file, patch_file, list_files, search_files),
     "excel": (excel_read, excel_write, excel_chart),
     "documents": (read_document,),
     "image": (image_info, image_text),

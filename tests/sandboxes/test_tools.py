@@ -302,7 +302,7 @@ def test_toolset_names_what_it_knows() -> None:
 
 def test_a_family_stands_for_its_tools() -> None:
     assert list(toolset(["python", "files"])) == [
-        *("python", "read_file", "write_file", "edit_file", "list_files", "search_files")
+        *("python", "read_file", "write_file", "edit_file", "patch_file", "list_files", "search_files")
     ]
 
 

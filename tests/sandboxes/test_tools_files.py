@@ -1,8 +1,13 @@
-"""read_file, write_file, edit_file, list_files and search_files in a real sandbox."""
+"""The files family in a real sandbox."""
+
+import difflib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sandboxes.backends.channel import RunnerSandbox
+from sandboxes.tools.patch import hunks_of, patched
 from tests.sandboxes.conftest import Call
 
 REPORT = b"alpha\nbeta gamma\nvalue = 1\nbeta gamma\n"
@@ -91,6 +96,7 @@ async def test_full_disk_leaves_the_file_as_it_was(call: Call, equipped_sandbox:
     for tool, arguments in (
         ("write_file", {"path": "notes/report.txt", "content": "x" * (4 << 20)}),
         ("edit_file", {"path": "notes/report.txt", "old": "alpha", "new": "x" * (4 << 20)}),
+        ("patch_file", {"path": "notes/report.txt", "patch": "@@ @@\n-alpha\n+" + "x" * (4 << 20)}),
     ):
         result = await call(tool, **arguments)
         assert result.content == "error: notes/report.txt cannot be written: No space left on device"
@@ -176,3 +182,68 @@ async def test_search(call: Call) -> None:
     assert result.content.startswith(
         "error: not a regular expression: missing ), unterminated subpattern at position 0"
     )
+
+
+def diff_of(before: str, after: str) -> str:
+    return "".join(difflib.unified_diff(before.splitlines(True), after.splitlines(True), "a/file", "b/file"))
+
+
+async def test_patch_changes_several_places_at_once(call: Call, equipped_sandbox: RunnerSandbox) -> None:
+    before = (await equipped_sandbox.get("long.txt")).decode()
+    after = before.replace("line 3\n", "").replace("line 900\n", "line 900\nnew\n\n").replace("line 2000", "last")
+    result = await call("patch_file", path="long.txt", patch=diff_of(before, after))
+    assert result.content == "long.txt: 3 places changed"
+    assert (await equipped_sandbox.get("long.txt")).decode() == after
+
+
+@given(
+    before=st.lists(st.sampled_from(["a\n", "b\n", "\n", "}\n"]), max_size=30),
+    after=st.lists(st.sampled_from(["a\n", "b\n", "\n", "}\n", "x\n"]), max_size=30),
+)
+def test_any_diff_leads_from_the_one_to_the_other(before: list[str], after: list[str]) -> None:
+    diff = diff_of("".join(before), "".join(after))
+    assert before == after or patched(before, hunks_of(diff), "\n", "path") == after
+
+
+@pytest.mark.parametrize(
+    ("patch", "after"),
+    [
+        ("@@ -1,2 +1,2 @@\n-value = 1\n+value = 2\n beta gamma", b"alpha\nbeta gamma\nvalue = 2\nbeta gamma\n"),
+        ("@@ -4 +4 @@\n-beta gamma\n+delta", b"alpha\nbeta gamma\nvalue = 1\ndelta\n"),
+        ("@@ -2 +2 @@\n-beta gamma\n+delta\n@@ -4 +4 @@\n-beta gamma", b"alpha\ndelta\nvalue = 1\n"),
+        ("--- a\n+++ b\n@@\n alpha\n+\n+new\n", b"alpha\n\nnew\nbeta gamma\nvalue = 1\nbeta gamma\n"),
+        ("@@ -4,0 +5 @@\n+the end", b"alpha\nbeta gamma\nvalue = 1\nbeta gamma\nthe end\n"),
+    ],
+)
+async def test_patch_goes_where_its_lines_stand(
+    call: Call, equipped_sandbox: RunnerSandbox, patch: str, after: bytes
+) -> None:
+    result = await call("patch_file", path="notes/report.txt", patch=patch)
+    assert (result.is_error, await equipped_sandbox.get("notes/report.txt")) == (False, after)
+
+
+async def test_patch_keeps_the_ends_of_lines(call: Call, equipped_sandbox: RunnerSandbox) -> None:
+    await call("patch_file", path="src/total.py", patch="@@ -2 +2,2 @@\n-    return a\n+    b = a\n+    return b\n")
+    assert await equipped_sandbox.get("src/total.py") == b"def order_total(a):\r\n    b = a\r\n    return b\r\n"
+    await equipped_sandbox.put("open.txt", b"one\ntwo")
+    patch = "@@ -2 +2,2 @@\n-two\n\\ No newline at end of file\n+2\n+3\n\\ No newline at end of file\n"
+    await call("patch_file", path="open.txt", patch=patch)
+    assert await equipped_sandbox.get("open.txt") == b"one\n2\n3"
+
+
+@pytest.mark.parametrize(
+    ("patch", "content"),
+    [
+        (
+            "@@ -1 +1 @@\n-alpha\n+x\n@@ -3,2 +3 @@\n-valu = 1\n-beta gamma",
+            "hunk 2 does not fit notes/report.txt after line 1. Nearest are these lines:\n"
+            "     3\tvalue = 1\n     4\tbeta gamma",
+        ),
+        ("value = 2", "the patch has no hunk: begin each with a line such as @@ -12,3 +12,4 @@"),
+        ("@@ -1 +1 @@\nalpha", "a line of a hunk begins with a space, - or +, not 'alpha'"),
+    ],
+)
+async def test_patch_errors_help(call: Call, equipped_sandbox: RunnerSandbox, patch: str, content: str) -> None:
+    result = await call("patch_file", path="notes/report.txt", patch=patch)
+    assert (result.content, result.error_kind) == (f"error: {content}", "agent")
+    assert await equipped_sandbox.get("notes/report.txt") == REPORT
