@@ -7,7 +7,7 @@ apart by Chromium's site isolation and its own sandbox. `rollouts_per_browser_ma
 An element is named by its reference in the tree, such as e12. A reference stays with its element for as long as that is
 on the page. Every answer shows the page as it is after the call, so that the agent need not ask for it.
 
-Not covered: uploads; sound and video; pages that need a GPU; total memory (it is limited for each process alone).
+Not covered: uploads; sound and video; pages that need a GPU.
 """
 
 import asyncio

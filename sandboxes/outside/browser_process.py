@@ -37,6 +37,7 @@ class BrowserProcess:
         self.rollouts_left = settings.rollouts_per_browser_max
         self.chromium: Chromium | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="browser-"))
+        self._jail = contextlib.AsyncExitStack()
 
     @property
     def is_alive(self) -> bool:
@@ -50,7 +51,7 @@ class BrowserProcess:
         arguments = [*ARGUMENTS, f"--ignore-certificate-errors-spki-list={self.proxy.key_digest}"]
         try:
             self.chromium = await playwright.chromium.launch(
-                executable_path=self._launcher(socket_path),
+                executable_path=await self._launcher(socket_path),
                 args=arguments,
                 chromium_sandbox=self.settings.chromium_sandbox,
                 timeout=START_TIMEOUT_SECONDS * 1000,
@@ -64,12 +65,22 @@ class BrowserProcess:
             with contextlib.suppress(PlaywrightError, TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await self.chromium.close()
+        await self._jail.aclose()
         await self.proxy.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _launcher(self, socket_path: Path) -> Path:
+    async def _launcher(self, socket_path: Path) -> Path:
         """Playwright starts one file with Chromium's arguments: this one, which puts the jail in front of them."""
-        jail = Jail(
+        forwarder = ("/usr/bin/python3", "-I", "/forwarder.py", "/proxy", str(PROXY_PORT))
+        launched = self._jail_with(socket_path).launched([*forwarder, self.settings.chromium])
+        command = await self._jail.enter_async_context(launched)
+        launcher = self._folder / "launch"
+        launcher.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        launcher.chmod(0o700)
+        return launcher
+
+    def _jail_with(self, socket_path: Path) -> Jail:
+        return Jail(
             hostname="browser",
             readable=(
                 (str(Path(__file__).with_name("forwarder.py")), "/forwarder.py"),
@@ -78,12 +89,8 @@ class BrowserProcess:
             ),
             nested_namespaces=self.settings.chromium_sandbox,
             memory_bytes_per_process_max=self.settings.memory_bytes_per_process_max,
+            memory_bytes_max=self.settings.memory_bytes_max,
+            cpu_cores_max=self.settings.cpu_cores_max,
             processes_max=self.settings.processes_max,
             disk_bytes_max=self.settings.disk_bytes_max,
         )
-        forwarder = ("/usr/bin/python3", "-I", "/forwarder.py", "/proxy", str(PROXY_PORT))
-        command = shlex.join(jail.command([*forwarder, self.settings.chromium]))
-        launcher = self._folder / "launch"
-        launcher.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-        launcher.chmod(0o700)
-        return launcher

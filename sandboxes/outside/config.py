@@ -32,6 +32,10 @@ class BrowserSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "a browser process serves so many rollouts, then makes room for a fresh one; 1 = each rollout has its own"
     memory_bytes_per_process_max: int = 2048 * MEBIBYTE
     "data memory of each process of the browser; a page that needs more crashes, alone"
+    memory_bytes_max: int = 4096 * MEBIBYTE
+    "memory of one browser with all its pages and files, where there is a cgroup; beyond it, the kernel ends a page"
+    cpu_cores_max: float = 2.0
+    "CPU of one browser with all its pages, where there is a cgroup"
     processes_max: int = 1024
     "processes and threads of one browser"
     disk_bytes_max: int = 256 * MEBIBYTE
@@ -130,6 +134,10 @@ class McpSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     "which of its tools are offered; none named = all"
     memory_bytes_per_process_max: int = 1024 * MEBIBYTE
     "data memory of each process of the command"
+    memory_bytes_max: int = 1024 * MEBIBYTE
+    "memory of all its processes and files together, where there is a cgroup"
+    cpu_cores_max: float = 1.0
+    "CPU of all its processes together, where there is a cgroup"
     processes_max: int = 64
     "processes and threads of the command"
     disk_bytes_max: int = 32 * MEBIBYTE

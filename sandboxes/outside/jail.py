@@ -2,27 +2,33 @@
 
 Held by: user, pid, mount, ipc, uts, cgroup and (unless asked for) network namespaces; no capability; no_new_privs;
 read-only /usr and what is named, nothing else of the host; an empty environment, also of bwrap itself; limits of data
-memory, processes and disk; as root, an unprivileged uid of its own. A program that needs neither network nor namespaces
-of its own gets the allow-list of system calls of the sandboxes too.
+memory, processes and disk; a cgroup, which limits memory, processes and CPU of all together and is swept at the end; as
+root, an unprivileged uid of its own. A program that needs neither network nor namespaces of its own gets the allow-list of
+system calls of the sandboxes too.
 
 Not covered:
-* Memory is limited per process.
-* CPU is not limited but by the time of calls.
+* Where no cgroup can be made, memory is limited per process and CPU by the time of calls alone; the log says so once.
 * With `network`, all that this machine can reach, its loopback included.
 * With `nested_namespaces` (Chromium's own sandbox needs them) or `network`, no filter of system calls of ours.
 * What the program writes to us is read by a library in this process: Playwright's driver, or the MCP client.
 """
 
+import contextlib
+import functools
 import itertools
+import logging
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 import msgspec
 
-from sandboxes.protocol import SandboxUnavailable
+from sandboxes.backends.cgroups import Cgroup, Home, NoCgroups, Overhead, find_home
+from sandboxes.limits import MEBIBYTE, Limits
+from sandboxes.protocol import SandboxFailed, SandboxUnavailable
 
-MEBIBYTE = 1024 * 1024
+logger = logging.getLogger(__name__)
+
 SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 TOP_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -32,6 +38,8 @@ MOUNT_POINT = "/mnt"  # only in the launcher's private mount namespace; the host
 FIRST_UID = 600_000  # below those of the workers' sandboxes, above those of backends opened by hand
 UIDS_PER_PROGRAM = 64
 SECCOMP_DESCRIPTOR = 9
+OVERHEAD = Overhead(memory_bytes=32 * MEBIBYTE, processes=8)
+ENTER_CGROUP = 'while [ "$1" != -- ]; do echo $$ > "$1/cgroup.procs" || exit 1; shift; done; shift; exec "$@"'
 
 # Runs as root before bwrap. What the jail may read is bound here, because the unprivileged uid may not be able to reach
 # the folder it lies in.
@@ -62,8 +70,42 @@ class Jail(msgspec.Struct, frozen=True, kw_only=True):
     seccomp_file: str | None = None
     """A file with the BPF program; None = no filter."""
     memory_bytes_per_process_max: int = 1024 * MEBIBYTE
+    memory_bytes_max: int = 1024 * MEBIBYTE
+    """Of all processes together, and of the files they keep in memory, where there is a cgroup."""
+    cpu_cores_max: float = 1.0
+    """Of all processes together, where there is a cgroup."""
     processes_max: int = 64
     disk_bytes_max: int = 32 * MEBIBYTE
+
+    @contextlib.asynccontextmanager
+    async def launched(self, program: Sequence[str]) -> AsyncIterator[list[str]]:
+        """The command line that runs the program inside, and in a cgroup where one can be made. When the block ends, all
+        that is left of the program there is killed. Raises as `command`; SandboxFailed when there is no room for a group."""
+        command = self.command(program)
+        cgroup = self._new_cgroup()
+        if cgroup is None:
+            yield command
+            return
+        try:
+            yield ["/bin/sh", "-c", ENTER_CGROUP, "enter", *map(str, cgroup.folders), "--", *command]
+        finally:
+            try:
+                await cgroup.sweep()
+            except TimeoutError:
+                logger.error("a process of the jail %s cannot be ended", self.hostname)
+
+    def _new_cgroup(self) -> Cgroup | None:
+        home = home_of_cgroups()
+        limits = Limits(
+            memory_bytes_max=self.memory_bytes_max,
+            cpu_cores_max=self.cpu_cores_max,
+            processes_max=self.processes_max,
+            disk_bytes_max=0,  # what its files take is part of its memory
+        )
+        try:
+            return Cgroup(home, limits, OVERHEAD) if home is not None else None
+        except OSError as error:
+            raise SandboxFailed(f"the jail {self.hostname} gets no cgroup: {error}") from error
 
     def command(self, program: Sequence[str]) -> list[str]:
         """The command line that runs the program inside. SandboxUnavailable, with what to do, when it cannot."""
@@ -114,6 +156,16 @@ class Jail(msgspec.Struct, frozen=True, kw_only=True):
 def words(option: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
     """An option that takes two values, once for each pair."""
     return [word for first, second in pairs for word in (option, first, second)]
+
+
+@functools.cache
+def home_of_cgroups() -> Home | None:
+    """Asked once a program, and told once when there is none."""
+    try:
+        return find_home()
+    except (NoCgroups, OSError) as error:
+        logger.warning("no limit covers a jail as a whole: no cgroup, as %s", error)
+        return None
 
 
 def next_uid() -> int:

@@ -211,7 +211,7 @@ class McpSession:
                     self._settings.url, http_client=http, max_sse_event_size=event_bytes_max
                 )
             else:
-                command = held.enter_context(jailed_command(self._server.name, self._settings))
+                command = await held.enter_async_context(jailed_command(self._server.name, self._settings))
                 # in a jail it is set inside: a variable such as LD_PRELOAD must not reach what builds the jail
                 environment = None if self._settings.jailed else self._settings.environment
                 parameters = StdioServerParameters(command=command[0], args=command[1:], env=environment, cwd="/")
@@ -219,26 +219,32 @@ class McpSession:
             yield await held.enter_async_context(Client(transport))
 
 
-@contextlib.contextmanager
-def jailed_command(name: str, settings: McpSettings) -> Any:
-    """The server's command line, as it is started here."""
+@contextlib.asynccontextmanager
+async def jailed_command(name: str, settings: McpSettings) -> AsyncIterator[list[str]]:
+    """The server's command line, as it is started here. Nothing of it is left when the block ends, if it is jailed."""
     if not settings.jailed:
         yield list(settings.command)
         return
     with tempfile.NamedTemporaryFile() as filter_file:
         filter_file.write(seccomp.filter_program())
         filter_file.flush()
-        jail = Jail(
-            hostname=re.sub(r"[^A-Za-z0-9-]", "-", name)[:60] or "mcp",
-            readable=tuple((os.path.abspath(path), os.path.abspath(path)) for path in settings.readable),
-            environment=settings.environment,
-            network=settings.network,
-            seccomp_file=None if settings.network else filter_file.name,
-            memory_bytes_per_process_max=settings.memory_bytes_per_process_max,
-            processes_max=settings.processes_max,
-            disk_bytes_max=settings.disk_bytes_max,
-        )
-        yield jail.command(settings.command)
+        async with jail_of(name, settings, filter_file.name).launched(settings.command) as command:
+            yield command
+
+
+def jail_of(name: str, settings: McpSettings, seccomp_file: str) -> Jail:
+    return Jail(
+        hostname=re.sub(r"[^A-Za-z0-9-]", "-", name)[:60] or "mcp",
+        readable=tuple((os.path.abspath(path), os.path.abspath(path)) for path in settings.readable),
+        environment=settings.environment,
+        network=settings.network,
+        seccomp_file=None if settings.network else seccomp_file,
+        memory_bytes_per_process_max=settings.memory_bytes_per_process_max,
+        memory_bytes_max=settings.memory_bytes_max,
+        cpu_cores_max=settings.cpu_cores_max,
+        processes_max=settings.processes_max,
+        disk_bytes_max=settings.disk_bytes_max,
+    )
 
 
 def headers_of(settings: McpSettings) -> dict[str, str]:

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.outside.jail import MEBIBYTE, Jail
+from sandboxes.limits import MEBIBYTE
+from sandboxes.outside.jail import Jail, home_of_cgroups
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 
 async def run(code: str, jail: Jail | None = None) -> str:
     """Runs Python in the jail; what it printed, or its last words."""
-    command = (jail or Jail(hostname="test")).command(["/usr/bin/python3", "-I", "-c", code])
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=-1, stderr=-1, env={"SECRET": "x", "PATH": "/usr/bin"}
-    )
-    async with asyncio.timeout(120):
+    program = ["/usr/bin/python3", "-I", "-c", code]
+    async with asyncio.timeout(120), (jail or Jail(hostname="test")).launched(program) as command:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=-1, stderr=-1, env={"SECRET": "x", "PATH": "/usr/bin"}
+        )
         said, complained = await process.communicate()
     return (said or complained).decode().strip().splitlines()[-1]
 
@@ -80,3 +81,31 @@ async def test_what_is_readable_is_there_and_cannot_be_changed(tmp_path: Path) -
     jail = Jail(hostname="test", readable=((str(hidden), "/srv/notes"),))
     assert await run("print(open('/srv/notes/note.txt').read())", jail) == "hello"
     assert "Read-only file system" in await run("open('/srv/notes/other.txt', 'w')", jail)
+
+
+@pytest.mark.skipif(home_of_cgroups() is None, reason="no cgroup can be made here")
+async def test_memory_of_all_processes_together_is_limited() -> None:
+    """Each stays below the limit of a process; files in memory count too."""
+    jail = Jail(hostname="test", memory_bytes_max=200 * MEBIBYTE, disk_bytes_max=128 * MEBIBYTE)
+    together = """
+import os
+open("/tmp/x", "wb").write(bytes(60 << 20))
+for _ in range(6):
+    if os.fork() == 0:
+        kept = os.urandom(40 << 20)
+        os.read(os.pipe()[0], 1)
+print("ended by signal", os.WTERMSIG(os.waitpid(-1, 0)[1]))
+"""
+    assert await run(together, jail) == "ended by signal 9"
+
+
+@pytest.mark.skipif(home_of_cgroups() is None, reason="no cgroup can be made here")
+async def test_nothing_is_left_when_the_block_ends() -> None:
+    async with Jail(hostname="test").launched(["/bin/sh", "-c", "echo here; sleep 600"]) as command:
+        process = await asyncio.create_subprocess_exec(*command, stdout=-1)
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"here\n"
+        folders = [Path(word) for word in command[4 : command.index("--")]]
+        assert all((folder / "cgroup.procs").read_text() for folder in folders)
+    assert await process.wait() == -9
+    assert not any(folder.exists() for folder in folders)
