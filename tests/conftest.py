@@ -8,6 +8,10 @@ from deploy.local.stack import Addresses, local_log
 from schemas.run import JobSettings, Run
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--isolation", default="bubblewrap", help="what the tests of tools run in: bubblewrap or gvisor")
+
+
 @pytest.fixture(scope="session")
 def kafka_addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
     with local_log(tmp_path_factory.mktemp("log")) as addresses:

@@ -109,6 +109,6 @@ def start_failure(error: OSError, state: dict[str, Any]) -> str:
     if not os.path.isdir(state["folder"]):
         lost, state["folder"] = state["folder"], "/work"
         return f"the working directory {lost} is gone; the next command starts in /work"
-    if error.errno == errno.E2BIG:
+    if error.errno in (errno.E2BIG, errno.ENAMETOOLONG):  # the kernel's word for it, and gVisor's
         return "the command or the exported variables are too long: write the command into a file and run that"
     return f"the shell could not be started: {error.strerror}"

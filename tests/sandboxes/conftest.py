@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from sandboxes.backends import open_backend
 from sandboxes.backends.bubblewrap import BubblewrapBackend
 from sandboxes.backends.channel import RunnerSandbox
 from sandboxes.libraries import LIBRARIES
 from sandboxes.limits import MEBIBYTE, Limits
-from sandboxes.protocol import ToolResult
+from sandboxes.protocol import Sandbox, ToolResult
 from sandboxes.tools.registry import SHIPPED
 from sandboxes.tools.schema import complaint
 from sandboxes.worlds.world import WORLD_TOOLS
@@ -71,18 +72,17 @@ type Call = Callable[..., Awaitable[ToolResult]]
 
 
 @pytest.fixture(scope="session")
-async def equipped_sandbox() -> AsyncIterator[RunnerSandbox]:
+async def equipped_sandbox(pytestconfig: pytest.Config) -> AsyncIterator[Sandbox]:
     """With the libraries of the tools, under the limits that a worker sets."""
-    known = SHIPPED | WORLD_TOOLS
-    sandbox = await BubblewrapBackend(
-        known, leases_per_sandbox_max=10_000, first_uid=310_000, libraries=LIBRARIES
-    ).open(0)
+    isolation, known = pytestconfig.getoption("isolation"), SHIPPED | WORLD_TOOLS
+    backend = open_backend(isolation, known, leases_per_sandbox_max=10_000, first_uid=310_000, libraries=LIBRARIES)
+    sandbox = await backend.open(0)
     yield sandbox
     await sandbox.close()
 
 
 @pytest.fixture
-async def call(equipped_sandbox: RunnerSandbox) -> AsyncIterator[Call]:
+async def call(equipped_sandbox: Sandbox) -> AsyncIterator[Call]:
     """Call a tool in the equipped sandbox: `await call("read_file", path="notes.txt")`."""
     calls = iter(range(1_000_000))
 

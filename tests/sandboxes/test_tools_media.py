@@ -9,7 +9,7 @@ import pytest
 import soundfile
 from PIL import Image, ImageDraw, ImageFont
 
-from sandboxes.backends.channel import RunnerSandbox
+from sandboxes.protocol import Sandbox
 from tests.sandboxes.conftest import Call
 
 SENTENCE = "please send the report to the office"
@@ -24,7 +24,7 @@ def picture(text: str, form: str) -> bytes:
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "TIFF"])
-async def test_image(call: Call, equipped_sandbox: RunnerSandbox, form: str) -> None:
+async def test_image(call: Call, equipped_sandbox: Sandbox, form: str) -> None:
     data = picture("Invoice 4711: total 95 EUR", form)
     await equipped_sandbox.put("scan.img", data)
     assert (await call("image_info", path="scan.img")).content == (
@@ -33,7 +33,7 @@ async def test_image(call: Call, equipped_sandbox: RunnerSandbox, form: str) -> 
     assert (await call("image_text", path="scan.img")).content == "Invoice 4711: total 95 EUR"
 
 
-async def test_image_box_and_blank(call: Call, equipped_sandbox: RunnerSandbox) -> None:
+async def test_image_box_and_blank(call: Call, equipped_sandbox: Sandbox) -> None:
     await equipped_sandbox.put("scan.png", picture("Invoice        total", "PNG"))
     assert (await call("image_text", path="scan.png", box=[0, 20, 120, 90])).content == "Invoice"
     assert (await call("image_text", path="scan.png", box=[0, 0, 420, 30])).content == "[no text was found]"
@@ -54,7 +54,7 @@ async def test_image_box_and_blank(call: Call, equipped_sandbox: RunnerSandbox) 
     ],
 )
 async def test_image_errors_help(
-    call: Call, equipped_sandbox: RunnerSandbox, tool: str, arguments: dict[str, object], content: str
+    call: Call, equipped_sandbox: Sandbox, tool: str, arguments: dict[str, object], content: str
 ) -> None:
     data = picture("text", "PNG")
     bomb = BytesIO()
@@ -93,7 +93,7 @@ def resampled(speech: bytes, rate: int) -> bytes:
     return data.getvalue()
 
 
-async def test_audio_is_understood(call: Call, equipped_sandbox: RunnerSandbox, speech: bytes) -> None:
+async def test_audio_is_understood(call: Call, equipped_sandbox: Sandbox, speech: bytes) -> None:
     await equipped_sandbox.put("speech.wav", speech)
     info = (await call("audio_info", path="speech.wav")).content
     assert info.startswith("wav, 2.")
@@ -102,16 +102,14 @@ async def test_audio_is_understood(call: Call, equipped_sandbox: RunnerSandbox, 
     assert (result.is_error, result.content.partition(": ")[2]) == (False, SENTENCE)
 
 
-async def test_audio_of_another_rate_is_resampled(call: Call, equipped_sandbox: RunnerSandbox, speech: bytes) -> None:
+async def test_audio_of_another_rate_is_resampled(call: Call, equipped_sandbox: Sandbox, speech: bytes) -> None:
     await equipped_sandbox.put("speech.wav", resampled(speech, 44_100))
     assert "44100 Hz, stereo" in (await call("audio_info", path="speech.wav")).content
     assert SENTENCE in (await call("audio_text", path="speech.wav")).content
 
 
 @pytest.mark.parametrize(("form", "subtype"), [("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("MP3", "MPEG_LAYER_III")])
-async def test_audio_formats(
-    call: Call, equipped_sandbox: RunnerSandbox, speech: bytes, form: str, subtype: str
-) -> None:
+async def test_audio_formats(call: Call, equipped_sandbox: Sandbox, speech: bytes, form: str, subtype: str) -> None:
     samples, rate = soundfile.read(BytesIO(speech))
     data = BytesIO()
     soundfile.write(data, samples, rate, format=form, subtype=subtype)
@@ -124,7 +122,7 @@ async def test_audio_formats(
         assert SENTENCE in (await call("audio_text", path="speech.wav")).content
 
 
-async def test_audio_trim(call: Call, equipped_sandbox: RunnerSandbox, speech: bytes) -> None:
+async def test_audio_trim(call: Call, equipped_sandbox: Sandbox, speech: bytes) -> None:
     await equipped_sandbox.put("speech.wav", speech)
     result = await call("audio_trim", path="speech.wav", start_seconds=0.5, end_seconds=1.25, save_as="cut/part.wav")
     assert result.content == "wrote seconds 0.5 to 1.25 of speech.wav to cut/part.wav"
@@ -135,7 +133,7 @@ async def test_audio_trim(call: Call, equipped_sandbox: RunnerSandbox, speech: b
         assert part.readframes(1) == b""
 
 
-async def test_long_audio_goes_on(call: Call, equipped_sandbox: RunnerSandbox, tmp_path: Path) -> None:
+async def test_long_audio_goes_on(call: Call, equipped_sandbox: Sandbox, tmp_path: Path) -> None:
     data = BytesIO()
     with wave.open(data, "wb") as file:
         file.setnchannels(1)
@@ -164,7 +162,7 @@ async def test_long_audio_goes_on(call: Call, equipped_sandbox: RunnerSandbox, t
     ],
 )
 async def test_audio_errors_help(
-    call: Call, equipped_sandbox: RunnerSandbox, speech: bytes, tool: str, arguments: dict[str, object], content: str
+    call: Call, equipped_sandbox: Sandbox, speech: bytes, tool: str, arguments: dict[str, object], content: str
 ) -> None:
     for path, written in {"speech.wav": speech, "broken.wav": b"RIFF....", "notes.txt": b"a"}.items():
         await equipped_sandbox.put(path, written)

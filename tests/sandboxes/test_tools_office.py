@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.backends.channel import RunnerSandbox
+from sandboxes.protocol import Sandbox
 from tests.sandboxes.conftest import Call
 
 TABLE = [["name", "price"], ["panel", 685], ["valve", 12.5]]
@@ -182,7 +182,7 @@ async def test_html(call: Call) -> None:
     )
 
 
-async def test_pdf(call: Call, equipped_sandbox: RunnerSandbox, tmp_path: Path) -> None:
+async def test_pdf(call: Call, equipped_sandbox: Sandbox, tmp_path: Path) -> None:
     """Printed by a real browser, with its own fonts."""
     pages = "".join(f'<p style="page-break-after:always">Page {n}: revenue was {n}4,711 euros.</p>' for n in (1, 2, 3))
     (tmp_path / "report.html").write_text(f"<html><body>{pages}</body></html>")
