@@ -90,6 +90,7 @@ class Cutter:
             # as long as the batch waits for the log it counts as lag: a log that does not take it is seen as a stall
             self._pulse.gauge("lag", len(outcome.events))
             with self._pulse.busy():
+                self._log.flush()  # rejects: what the batch commits is not read again
                 self._transactor.commit(outcome.events, reader)
             self._pulse.gauge("lag", 0)
             self._pulse.count("events_written", len(outcome.events))
@@ -99,7 +100,6 @@ class Cutter:
         if delivery.undecodable is None:
             return
         self._log.append(rejected(self._run_id, "cut", delivery, delivery.undecodable, now_microseconds()))
-        self._log.flush()
         self._pulse.count("rejected")
 
 

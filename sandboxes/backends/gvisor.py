@@ -68,7 +68,7 @@ class GvisorBackend(EnclosedBackend):
     async def start(
         self, launcher: Launcher, slot: int, bundle: Bundle, connection: socket.socket, complaints: BinaryIO
     ) -> Started:
-        folder = Path(tempfile.mkdtemp(prefix="replayground-gvisor-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"replayground-gvisor-{os.getpid()}-"))
         try:
             write_bundle(folder, bundle, oci_configuration(self.limits, self.libraries))
             launch = Launch(command=self._command(folder), environment=CLEAN_ENVIRONMENT)

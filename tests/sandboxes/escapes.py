@@ -224,7 +224,7 @@ class Host:
         return {
             "processes": {str(pid) for pid in descendants(os.getpid())} | owners,
             "mounts": mounts,
-            "files": {str(path) for path in Path(tempfile.gettempdir()).glob("replayground-gvisor-*")},
+            "files": {str(path) for path in Path(tempfile.gettempdir()).glob(f"replayground-gvisor-{os.getpid()}-*")},
             "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/replayground-{os.getpid()}-*")},
         }
 

@@ -9,7 +9,8 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +19,8 @@ from deploy.local.stack import local_log
 from schemas.run import JobSettings, Run
 from tests.simulation.simulator import only_errors, simulate_on_all_cores
 from tests.torture.fuzz import INPUT_TOPICS, fuzz
-from tests.torture.fuzz_programs import PROGRAMS, ROUNDS, fuzz_programs
+from tests.torture.fuzz_broker import fuzz_on_broker
+from tests.torture.fuzz_programs import ROUNDS, fuzz_programs
 from tests.torture.kills import torture
 from tests.torture.pressure import pressure
 from tests.torture.trouble import told_of_trouble
@@ -40,15 +42,22 @@ def simulation(quick: bool) -> str:
 
 def fuzzing(quick: bool) -> str:
     began = time.monotonic()
-    fuzzed = fuzz(1000 if quick else 200_000, seed=1)
+    mutated_per_topic = 1000 if quick else 200_000
+    fuzzed = fuzz(mutated_per_topic, seed=1)
     assert fuzzed.holds, fuzzed
-    mutated = fuzz_programs(dict.fromkeys(PROGRAMS, 1) if quick else ROUNDS, 1000 if quick else 20_000)
+    with local_run("fuzz") as (run, folder):
+        on_broker = fuzz_on_broker(run, folder, mutated_per_topic, seed=2)
+    assert on_broker.holds, on_broker
+    rounds = 1 if quick else ROUNDS
+    mutated = fuzz_programs(rounds, mutated_per_topic // rounds)
     by_program = ", ".join(f"{name} {count:,}" for name, count in mutated.items())
     return (
-        f"{fuzzed.mutated:,} mutated messages on {len(INPUT_TOPICS)} topics of the streams and the cutter: "
-        f"{fuzzed.rejected:,} rejects, each with its address; {fuzzed.good_found} of {fuzzed.good_expected} facts of the "
-        f"good messages between them; and on the topics that programs read ({by_program}), where none was led astray; "
-        f"{time.monotonic() - began:.0f} s"
+        f"{mutated_per_topic:,} mutated messages on every topic that a program reads. {fuzzed.mutated:,} on {len(INPUT_TOPICS)} "
+        f"topics of the hops: {fuzzed.rejected:,} rejects, each with its address, {fuzzed.good_found} of "
+        f"{fuzzed.good_expected} facts of the good messages between them; {on_broker.mutated:,} for the Faust app and the "
+        f"cutter on a real broker: {on_broker.rejected:,} of {on_broker.unreadable:,} unreadable ones rejected, {on_broker.lost} "
+        f"facts lost, {on_broker.foreign} foreign, {on_broker.batches} batches; and for the other programs ({by_program}), where "
+        f"none was led astray; {time.monotonic() - began:.0f} s"
     )
 
 
@@ -66,9 +75,15 @@ def kills(quick: bool) -> str:
 
 
 def trouble(quick: bool) -> str:
+    with local_run("trouble") as (run, folder):
+        return told_of_trouble(run, folder, quick)
+
+
+@contextmanager
+def local_run(name: str) -> Iterator[tuple[Run, Path]]:
+    """A run on a broker and registry of its own, and a folder."""
     with tempfile.TemporaryDirectory(prefix="replayground-torture-") as folder, local_log(Path(folder)) as log:
-        run = Run(run_id="trouble", seed=0, job=JobSettings(), **asdict(log))
-        return told_of_trouble(run, Path(folder), quick)
+        yield Run(run_id=name, seed=0, job=JobSettings(), **asdict(log)), Path(folder)
 
 
 SUBJECTS: dict[str, Callable[[bool], str]] = {

@@ -71,19 +71,19 @@ class Program:
         self.send(signal.SIGCONT)
 
 
-def streams_program(run: Run, state_folder: Path, seek_seconds: float = 0.0) -> Program:
-    return Program(_streams, run, str(state_folder), seek_seconds)
+def streams_program(run: Run, state_folder: Path, seek_seconds: float = 0.0, rejects_share_max: float = 0.5) -> Program:
+    return Program(_streams, run, str(state_folder), seek_seconds, rejects_share_max)
 
 
-def cut_program(run: Run) -> Program:
-    return Program(_cut, run)
+def cut_program(run: Run, rejects_share_max: float = 0.5) -> Program:
+    return Program(_cut, run, rejects_share_max)
 
 
 def trainer_program(run: Run) -> Program:
     return Program(_trainer, run)
 
 
-def _streams(run: Run, state_folder: str, seek_seconds: float, stop: threading.Event) -> None:
+def _streams(run: Run, state_folder: str, seek_seconds: float, rejects_share_max: float, stop: threading.Event) -> None:
     """Seeks take so much longer than they would: what must not happen meanwhile has time to."""
     from streams import app
 
@@ -94,14 +94,19 @@ def _streams(run: Run, state_folder: str, seek_seconds: float, stop: threading.E
         await asyncio.sleep(seek_seconds)
 
     app.KeepingConsumer.perform_seek = seek_slowly
-    settings = StreamsSettings(state_folder=state_folder, session_timeout_seconds=SESSION_SECONDS, commit_seconds=0.5)
+    settings = StreamsSettings(
+        state_folder=state_folder,
+        session_timeout_seconds=SESSION_SECONDS,
+        commit_seconds=0.5,
+        rejects_share_max=rejects_share_max,
+    )
     app.run(run, settings, Pulse(), stop)
 
 
-def _cut(run: Run, stop: threading.Event) -> None:
+def _cut(run: Run, rejects_share_max: float, stop: threading.Event) -> None:
     from streams import cut
 
-    cut.run(run, CutSettings(), Pulse(), stop)
+    cut.run(run, CutSettings(rejects_share_max=rejects_share_max), Pulse(), stop)
 
 
 def _trainer(run: Run, stop: threading.Event) -> None:

@@ -1,0 +1,133 @@
+"""The Faust app and the cutter as programs on a real broker, over topics that are full of rubbish."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.errors import Undecodable
+from schemas.events import Address, Event, EventRejected, GroupCompleted
+from schemas.registry import MemoryRegistry
+from schemas.run import Run
+from streams.driver import Driver
+from streams.hops.flow import hops
+from streams.log.connect import open_log
+from streams.log.kafka import KafkaLog
+from streams.log.memory import MemoryLog
+from tests.flow.synthetic import groups
+from tests.torture.fuzz import INPUT_TOPICS, harmless
+from tests.torture.kills import events_of
+from tests.torture.programs import Program, cut_program, streams_program
+from tests.torture.scenario import GROUPS_PER_BATCH, append, kill_all, lag_of, troubled_run
+from tests.torture.stopping import await_that
+
+GROUPS = 40
+STREAMS_TOPICS = ("messages", "trajectories", "rewards")
+
+
+@dataclass(frozen=True)
+class FuzzedPrograms:
+    """What the programs made of it."""
+
+    mutated: int
+    rejected: int
+    "messages on the dead letters, each with the bytes that stand at its address"
+    unreadable: int
+    "messages that cannot be read"
+    unaddressed: int
+    lost: int
+    "facts that follow from the good messages and are not there"
+    foreign: int
+    "facts that do not follow from them"
+    batches: int
+    fallen: int
+    "programs that did not live to the end"
+
+    @property
+    def holds(self) -> bool:
+        nothing_amiss = self.unaddressed == self.lost == self.foreign == self.fallen == 0
+        return nothing_amiss and self.rejected == self.unreadable > 0 and self.batches > 0
+
+
+def fuzz_on_broker(run: Run, folder: Path, mutated_per_topic: int, seed: int) -> FuzzedPrograms:
+    """Mutated messages on every topic that the two programs read, in between the good messages of some groups. All must be
+    read to the end. The broker must be fresh, since every message on it counts."""
+    run = troubled_run(run, "fuzz")
+    good = [event for rollout in groups(GROUPS, run_id=run.run_id) for event in rollout]
+    quiet = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    append(quiet, good)
+    Driver(quiet, hops((), "standardised"), run.run_id).run_until_caught_up()
+    facts = [event for topic in INPUT_TOPICS for event in events_of(quiet, topic, run.run_id)]
+    batches = (
+        sum(isinstance(fact, GroupCompleted) and fact.dropped_because is None for fact in facts) // GROUPS_PER_BATCH
+    )
+    log = open_log(run)
+    programs = [streams_program(run, folder, rejects_share_max=1.0), cut_program(run, rejects_share_max=1.0)]
+    try:
+        bad = _spoil(log, run, good, [log.codec.encode(fact) for fact in facts], mutated_per_topic, seed)
+        await_that(lambda: not _alive(programs) or _is_done(log, run, bad, batches), "everything is read")
+        return _fuzzed(log, run, facts, mutated_per_topic * len(INPUT_TOPICS), programs)
+    finally:
+        kill_all(programs)
+        log.close()
+
+
+def _is_done(log: KafkaLog, run: Run, bad: int, batches: int) -> bool:
+    """All is read. The cutter commits with a batch: what it read since the last one is told by its rejects alone."""
+    return (
+        lag_of(log, f"streams-{run.run_id}", STREAMS_TOPICS) == 0
+        and log.standing(f"fuzz-{run.run_id}", ["dead-letters"])["dead-letters"].end >= bad
+        and len(events_of(log, "batches", run.run_id)) >= batches
+    )
+
+
+def _spoil(
+    log: KafkaLog, run: Run, good: Sequence[Event], seeds: list[bytes], mutated_per_topic: int, seed: int
+) -> int:
+    """Writes the good messages with mutated ones before each and on the other topics; how many cannot be read."""
+    chance = random.Random(seed)
+    waiting = iter(good)
+    bad = 0
+    for number in range(mutated_per_topic):
+        for topic in INPUT_TOPICS:
+            value, is_readable = harmless(log.codec, topic, run.run_id, chance, seeds)
+            log.append_bytes(topic, chance.randbytes(4), value)
+            bad += not is_readable
+        if number % max(1, mutated_per_topic // len(good)) == 0 and (following := next(waiting, None)) is not None:
+            log.append(following)
+    append(log, list(waiting))
+    return bad
+
+
+def _fuzzed(
+    log: KafkaLog, run: Run, facts: Sequence[Event], mutated: int, programs: Sequence[Program]
+) -> FuzzedPrograms:
+    unreadable = dict(_unreadable(log))
+    rejects = [event for event in events_of(log, "dead-letters", run.run_id) if isinstance(event, EventRejected)]
+    unaddressed = sum(unreadable.get(reject.origin) != reject.original for reject in rejects)
+    wanted = {fact.meta.id for fact in facts}
+    found = {event.meta.id for topic in INPUT_TOPICS for event in events_of(log, topic, run.run_id)}
+    return FuzzedPrograms(
+        mutated=mutated,
+        rejected=len({reject.origin for reject in rejects}),
+        unreadable=len(unreadable),
+        unaddressed=unaddressed,
+        lost=len(wanted - found),
+        foreign=len(found - wanted),
+        batches=len(events_of(log, "batches", run.run_id)),
+        fallen=len(programs) - len(_alive(programs)),
+    )
+
+
+def _unreadable(log: KafkaLog) -> Iterator[tuple[Address, bytes]]:
+    for message in log.messages(INPUT_TOPICS):
+        try:
+            log.codec.decode(message.value or b"", message.address.topic)
+        except Undecodable:
+            yield message.address, message.value or b""
+
+
+def _alive(programs: Sequence[Program]) -> list[Program]:
+    return [program for program in programs if program.is_alive]
