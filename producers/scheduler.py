@@ -145,6 +145,7 @@ class Plan:
         "group ids"
         self._completed: set[str] = set()
         self._accepted: set[str] = set()
+        "groups that teach, but for stale ones"
         self._stale: set[str] = set()
         self._seconds_sampled: set[int] = set()
         "in which a rollout that a server sampled came to an end that counts"
@@ -222,12 +223,13 @@ class Plan:
         self._completed.add(group_id)
         self._train_running.discard(group_id)
         self._lessons.completed(group_id, event)
-        if event.dropped_because is None:
+        if event.dropped_because is None and group_id not in self._stale:
             self._accepted.add(group_id)
 
     @apply.register
     def _(self, event: BatchCut) -> None:
         self._stale.update(event.groups_stale)
+        self._accepted.difference_update(event.groups_stale)
 
     @apply.register
     def _(self, event: WeightsPublished) -> None:
@@ -289,7 +291,7 @@ class Plan:
 
     @property
     def groups_accepted(self) -> int:
-        return len(self._accepted - self._stale)
+        return len(self._accepted)
 
     @property
     def groups_running(self) -> int:
