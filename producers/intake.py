@@ -13,12 +13,15 @@ from enum import Enum
 from producers.cancellation import Cancellations
 from producers.config import RolloutsSettings
 from schemas.errors import Rebalanced
-from schemas.events import Address, ControlIssued, Position
+from schemas.events import Address, ControlIssued, Position, RolloutRequested
+from schemas.metrics import Pulse
 from streams.log.protocol import Delivery, Log, Reader
+from streams.rules.dead_letter import RejectLimit
 
 type Place = tuple[str, int]
 "Topic and partition."
 
+STAGE = "rollouts"
 _CONTROL_MESSAGES_BEFORE = 20_000
 "How far back a worker that starts looks for cancellations. One that is older has been closed by the scheduler long ago."
 
@@ -45,17 +48,27 @@ class Windows:
 
     def begin(self, address: Address) -> bool:
         """Takes note of a delivery; False when it is held already, which a rebalance makes happen."""
-        place = (address.topic, address.partition)
         with self._lock:
-            stages = self._stages.setdefault(place, {})
-            if place not in self._next:  # ours from here on: what is before this has been committed by somebody
-                for offset in [offset for offset in stages if offset < address.offset]:
-                    del stages[offset]
-            self._next[place] = max(self._next.get(place, 0), address.offset + 1)
+            stages = self._reach(address)
             if address.offset in stages:
                 return False
             stages[address.offset] = _Stage.WAITS
             return True
+
+    def pass_by(self, address: Address) -> None:
+        """Takes note of a delivery that is nobody's business here. It takes no room, however many there are."""
+        with self._lock:
+            self._reach(address)
+
+    def _reach(self, address: Address) -> dict[int, _Stage]:
+        """What is held of the partition, which is ours up to this delivery."""
+        place = (address.topic, address.partition)
+        stages = self._stages.setdefault(place, {})
+        if place not in self._next:  # ours from here on: what is before this has been committed by somebody
+            for offset in [offset for offset in stages if offset < address.offset]:
+                del stages[offset]
+        self._next[place] = max(self._next.get(place, 0), address.offset + 1)
+        return stages
 
     def start(self, address: Address) -> bool:
         """A slot takes it up; False when it is not to be played any more, or by another slot already."""
@@ -133,6 +146,7 @@ class Intake:
         run_id: str,
         windows: Windows,
         settings: RolloutsSettings,
+        pulse: Pulse,
         queue: "asyncio.Queue[Delivery]",
         call_off: Callable[[], None],
     ) -> None:
@@ -144,6 +158,8 @@ class Intake:
         self._control: Reader | None = None
         self._windows = windows
         self._settings = settings
+        self._pulse = pulse
+        self._limit = RejectLimit(STAGE, settings.rejects_share_max)
         self._queue = queue
         self._call_off = call_off
         self._loop = asyncio.get_running_loop()
@@ -158,7 +174,7 @@ class Intake:
         self._closing.set()
 
     def work(self) -> None:
-        """Runs in its own thread until `close`. Raises LogUnavailable."""
+        """Runs in its own thread until `close`. Raises LogUnavailable, TooManyRejects."""
         due = time.monotonic() + self._settings.commit_seconds
         try:
             self._control = self._log.reader(["control"])
@@ -185,9 +201,20 @@ class Intake:
         """At most twice as many requests are held as there are slots: enough to keep them busy, few to give back."""
         deliveries = self._reader.poll(self._room(), self._settings.poll_seconds)
         self._windows.keep_only((position.topic, position.partition) for position in self._reader.positions())
-        fresh = [delivery for delivery in deliveries if self._windows.begin(delivery.address)]
+        fresh = [delivery for delivery in deliveries if self._is_work(delivery)]
+        self._pulse.count("events_read", len(deliveries))
         if fresh:
             self._loop.call_soon_threadsafe(self._put, fresh)
+
+    def _is_work(self, delivery: Delivery) -> bool:
+        """False for a request that is held already, and for those of other runs on the same log: a worker has to get past
+        all that was ever asked for, without a slot for each."""
+        request = delivery.event
+        self._limit.count(not isinstance(request, RolloutRequested))
+        if request is None or request.meta.run_id == self._run_id:
+            return self._windows.begin(delivery.address)
+        self._windows.pass_by(delivery.address)
+        return False
 
     def _room(self) -> int:
         """0 = take nothing: a poll keeps our place in the group all the same, so that no rebalance waits for us."""

@@ -20,7 +20,7 @@ from producers.attempt import Attempt, close_unplayed
 from producers.cancellation import Recall
 from producers.chat import CHAT_FILES, Chat, chat_of
 from producers.config import RolloutsSettings
-from producers.intake import Intake, Windows
+from producers.intake import STAGE, Intake, Windows
 from producers.policy import Demonstrator, Moment, Policy, PolicyFailed, ServedPolicy, Turn, served_models
 from producers.recorded import RecordedPolicy, Recording, read_recording, recorded_run
 from producers.topology import cast_of
@@ -43,9 +43,8 @@ from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Delivery, Log
-from streams.rules.dead_letter import RejectLimit, rejected
+from streams.rules.dead_letter import rejected
 
-_STAGE = "rollouts"
 _DRAIN_SECONDS = 0.02
 _CALLED_OFF = "called off by an operator"
 
@@ -140,7 +139,6 @@ class _Worker:
         self._recording = recording
         self._cast = cast_of(job, run.job.agents)
         self._windows = Windows()
-        self._limit = RejectLimit(_STAGE, settings.rejects_share_max)
         self._running: dict[Recall, Meta] = {}
         "how to end each rollout under way, and the envelope of its request"
         self._toolsets: dict[tuple[str, ...], tuple[dict[str, Tool], str]] = {}
@@ -159,7 +157,9 @@ class _Worker:
             self._models = models
             self._policies = self._policies_by_purpose(served)
             queue: asyncio.Queue[Delivery] = asyncio.Queue()
-            intake = Intake(self._log, self._run.run_id, self._windows, self._settings, queue, self._call_off)
+            intake = Intake(
+                self._log, self._run.run_id, self._windows, self._settings, self._pulse, queue, self._call_off
+            )
             self._cancellations = intake.cancellations
             intake_done = asyncio.create_task(asyncio.to_thread(intake.work))
             slots = [asyncio.create_task(self._slot(queue)) for _ in range(self._settings.slots)]
@@ -216,18 +216,16 @@ class _Worker:
         while True:
             delivery = await queue.get()
             if self._windows.start(delivery.address):
-                self._pulse.count("events_read")
                 await self._answer(delivery)
                 self._windows.end(delivery.address)
 
     async def _answer(self, delivery: Delivery) -> None:
         request = delivery.event
-        self._limit.count(not isinstance(request, RolloutRequested))
         if not isinstance(request, RolloutRequested):
             reason = delivery.undecodable or f"{type(request).__name__} is no request"
-            self._append(rejected(self._run.run_id, _STAGE, delivery, reason, now_microseconds()))
+            self._append(rejected(self._run.run_id, STAGE, delivery, reason, now_microseconds()))
             self._pulse.count("rejected")
-        elif request.meta.run_id == self._run.run_id:
+        else:
             await self._play(request)
 
     async def _play(self, request: RolloutRequested) -> None:

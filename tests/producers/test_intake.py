@@ -73,6 +73,19 @@ def test_a_partition_that_comes_back_is_never_committed_behind_what_others_did()
     assert to_commit(windows) == [7]
 
 
+def test_what_others_asked_for_takes_no_room_and_is_committed() -> None:
+    windows = Windows()
+    for offset in range(1000):
+        windows.pass_by(at(offset))
+    assert (windows.waiting, windows.running, windows.uncommitted) == (0, 0, 0)
+    assert to_commit(windows) == [1000]
+    taken_up(windows, 1000)
+    windows.pass_by(at(1001))
+    assert to_commit(windows) == [1000], "not past what still runs"
+    windows.end(at(1000))
+    assert to_commit(windows) == [1002]
+
+
 def test_ends_behind_a_slow_rollout_make_room() -> None:
     windows = Windows()
     taken_up(windows, *range(50))
