@@ -276,11 +276,15 @@ def test_a_slow_rollout_does_not_hold_up_those_behind_it(field: Field) -> None:
 class _OneSlowBackend(ScriptedBackend):
     """The first call of all waits until it is told to go on."""
 
+    met = False
+
     async def open(self, slot: int) -> "_OneSlowSandbox":
-        self._loop = asyncio.get_running_loop()
-        self.free = asyncio.Event()
-        self.met = False
-        return _OneSlowSandbox(self)
+        if not self.opened:
+            self._loop = asyncio.get_running_loop()
+            self.free = asyncio.Event()
+        sandbox = _OneSlowSandbox(self)
+        self.opened.append(sandbox)
+        return sandbox
 
     def go_on(self) -> None:
         self._loop.call_soon_threadsafe(self.free.set)
