@@ -74,7 +74,7 @@ def measure(quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, _Site.opened(Path(folder)) as site:
         figures = _memory(site, *((200, 1_000) if quick else (1_000, 10_000)))
         figures |= _slots(site, quick)
-        figures |= _tokens(site, Path(folder), 128 if quick else 512, rounds=1 if quick else 5)
+        figures |= _tokens(site, Path(folder), 128 if quick else 2048, rounds=1 if quick else 5)
     return figures
 
 

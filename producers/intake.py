@@ -24,6 +24,7 @@ type Place = tuple[str, int]
 STAGE = "rollouts"
 _CONTROL_MESSAGES_BEFORE = 20_000
 "How far back a worker that starts looks for cancellations. One that is older has been closed by the scheduler long ago."
+_FULL_SECONDS = 1.0
 
 
 class _Stage(Enum):
@@ -164,6 +165,7 @@ class Intake:
         self._call_off = call_off
         self._loop = asyncio.get_running_loop()
         self._taking = True
+        self._full_since: float | None = None
         self._closing = threading.Event()
 
     def stop_taking(self) -> None:
@@ -199,7 +201,13 @@ class Intake:
 
     def _take(self) -> None:
         """At most twice as many requests are held as there are slots: enough to keep them busy, few to give back."""
-        deliveries = self._reader.poll(self._room(), self._settings.poll_seconds)
+        room = self._room()
+        if room:
+            self._full_since = None
+        elif self._has_just_become_full():
+            self._closing.wait(self._settings.poll_seconds)
+            return
+        deliveries = self._reader.poll(room, self._settings.poll_seconds)
         self._windows.keep_only((position.topic, position.partition) for position in self._reader.positions())
         fresh = [delivery for delivery in deliveries if self._is_work(delivery)]
         self._pulse.count("events_read", len(deliveries))
@@ -215,6 +223,13 @@ class Intake:
             return self._windows.begin(delivery.address)
         self._windows.pass_by(delivery.address)
         return False
+
+    def _has_just_become_full(self) -> bool:
+        """Then there will be room again in a moment, and what was fetched in advance is worth more than a poll, which would
+        throw it away; a rebalance can wait that long."""
+        now = time.monotonic()
+        self._full_since = self._full_since or now
+        return now - self._full_since < _FULL_SECONDS
 
     def _room(self) -> int:
         """0 = take nothing: a poll keeps our place in the group all the same, so that no rebalance waits for us."""
