@@ -181,8 +181,8 @@ def _slots(site: "_Site", quick: bool) -> dict[str, float]:
 
 def _plot(speedups: dict[int, float]) -> None:
     measured = Line("measured", list(speedups.items()), "#2563eb", marks=True)
-    ideal = Line("ideal", [(slots, slots) for slots in speedups], "#999999", faint=True)
-    title = "64 rollouts whose tools wait 1 to 3 s: how many times as fast as one after another, by slots"
+    ideal = Line("ideal", [(0, 0), *((slots, slots) for slots in speedups)], "#999999", faint=True)
+    title = "64 rollouts whose tools take 1 to 3 s: how many times as fast as one after another"
     write_plot("rollouts_slots", title, [ideal, measured], "slots")
 
 

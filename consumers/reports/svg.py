@@ -1,5 +1,6 @@
 """Line charts and bars as SVG text: no script, no font, no file besides. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -86,9 +87,11 @@ class _Frame:
         return "".join(parts) + label
 
     def _x_ticks(self) -> list[float]:
+        """Round numbers, eight at most."""
         span = self._x_high - self._x_low
-        step = max(1, round(span / 6))
-        return [self._x_low + step * number for number in range(int(span // step) + 1)]
+        step = next(digit * 10**power for power in range(18) for digit in (1, 2, 5) if span <= 7 * digit * 10**power)
+        first = math.ceil(self._x_low / step) * step
+        return [first + step * number for number in range(int((self._x_high - first) // step) + 1)]
 
 
 def _curve(line: Line, frame: _Frame) -> str:
