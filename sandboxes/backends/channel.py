@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST = struct.Struct(">II")
 ANSWER = struct.Struct(">BiII")
-STATUSES = ("ok", "bad_tool", "timeout", "died", "failed", "os_error", "dirty")
+STATUSES = ("ok", "timeout", "died", "failed", "os_error", "dirty")
 SAID = struct.Struct(">BQ")
 ERRORS: tuple[ErrorKind | None, ...] = (None, "agent", "tool")
 MARSHAL_VERSION = 4  # what every Python since 3.4 reads
@@ -89,7 +89,7 @@ class RunnerSandbox:
         return not self._closed and self.enclosure.is_running and not self._reader.at_eof()
 
     async def greet(self, compiled_tools: bytes) -> None:
-        """Hand over limits and tools. SandboxUnavailable when a tool does not define itself inside."""
+        """Hand over limits and tools. SandboxUnavailable when the runner does not take them."""
         header = {"op": "hello", "limits": msgspec.to_builtins(self._limits)}
         answer = await self._request(header, compiled_tools, START_TIMEOUT_SECONDS)
         if answer.status != "ok":

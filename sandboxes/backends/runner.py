@@ -38,12 +38,11 @@ if TYPE_CHECKING:  # typing takes as long to import as all of the above
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    Tools = dict[str, dict[str, Any]]  # the globals of each tool, by its name
     Answer = tuple[str, str, int, bytes]  # status, a sentence, errno, body
 
 REQUEST = struct.Struct(">II")  # lengths of header and body
 ANSWER = struct.Struct(">BiII")  # status, errno, lengths of the sentence and of the body
-STATUSES = ("ok", "bad_tool", "timeout", "died", "failed", "os_error", "dirty")
+STATUSES = ("ok", "timeout", "died", "failed", "os_error", "dirty")
 LENGTH = struct.Struct(">I")
 SAID = struct.Struct(">BQ")  # what a session says before its text: kind of error, bytes in all
 ERRORS = (None, "agent", "tool")
@@ -136,7 +135,7 @@ class Runner:
     def __init__(self) -> None:
         self.session: Session | None = None
         self.limits: dict[str, Any] = {}
-        self.tools: Tools = {}
+        self.tools = Tools()
         self.used_at_start = {path: used(path) for path in (WORK, TEMPORARY)}
 
     def handle(self, header: dict[str, Any], body: bytes) -> Answer:
@@ -161,14 +160,9 @@ class Runner:
             return "os_error", f"{type(error).__name__}: {error}", EINVAL, b""
 
     def hello(self, header: dict[str, Any], body: bytes) -> Answer:
-        """Learn the limits and define the tools: the operator's code, which here is defined but never called."""
+        """Learn the limits and the tools: the operator's code, of which it was found outside that it can be defined."""
         self.limits = header["limits"]
-        for name, code in marshal.loads(body).items():
-            try:
-                self.tools[name] = define(name, code)
-            except Exception as error:
-                version = sys.version.split()[0]
-                return "bad_tool", f"tool {name} cannot be defined: {error} (inside is Python {version})", 0, b""
+        self.tools.code = marshal.loads(body)
         gc.freeze()  # so that a session's collector does not copy the runner's pages
         return "ok", "", 0, b""
 
@@ -177,6 +171,9 @@ class Runner:
         for name in PRELOADED:
             yield
             __import__(name)
+        for name in self.tools.code:
+            yield
+            self.tools[name]
         for _ in range(10):
             yield
             rehearse()
@@ -222,13 +219,17 @@ class Runner:
             self.session = None
 
 
-def define(name: str, code: Any) -> dict[str, Any]:
-    """The globals of a tool, in which a function of its name is defined. Each session has a copy, by the fork."""
-    tool_globals: dict[str, Any] = {"__name__": "tool_" + name, "ToolError": ToolError}
-    exec(code, tool_globals)
-    if not callable(tool_globals.get(name)):
-        raise TypeError(f"its source defines no function {name}")
-    return tool_globals
+class Tools(dict):  # type: ignore[type-arg]  # dict[str, dict[str, Any]] would be evaluated when it starts
+    """The globals of each tool, by its name, in which a function of that name is defined. Each is defined when it is first
+    asked for: most sandboxes use few of the tools. A session has a copy of what the runner has, by the fork."""
+
+    code: dict[str, bytes]
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        tool_globals: dict[str, Any] = {"__name__": "tool_" + name, "ToolError": ToolError}
+        exec(marshal.loads(self.code[name]), tool_globals)
+        self[name] = tool_globals
+        return tool_globals
 
 
 def rehearse() -> None:

@@ -245,9 +245,17 @@ def test_untyped_argument_is_refused() -> None:
             return str(text)
 
 
-async def test_tool_that_does_not_compile_inside_is_named() -> None:
-    newer = Tool(name="newer", description="", parameters={}, source="def newer(:\n")
-    with pytest.raises(SandboxUnavailable, match="tool newer cannot be defined"):
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("def newer(:\n", "invalid syntax"),
+        ("def older(): pass\n", "its source defines no function newer"),
+        ("def newer(text: Undefined): pass\n", "name 'Undefined' is not defined"),
+    ],
+)
+async def test_tool_that_cannot_be_defined_inside_is_named(source: str, says: str) -> None:
+    newer = Tool(name="newer", description="", parameters={}, source=source)
+    with pytest.raises(SandboxUnavailable, match=f"tool newer cannot be defined: .*{says}"):
         await BubblewrapBackend({"newer": newer}, first_uid=302_000).open(0)
 
 
