@@ -171,12 +171,12 @@ class Runner:
         for name in PRELOADED:
             yield
             __import__(name)
-        for name in self.tools.code:
-            yield
-            self.tools[name]
         for _ in range(10):
             yield
             rehearse()
+        for name in self.tools.code:
+            yield
+            self.tools[name]
         yield
         gc.collect()
         gc.freeze()
@@ -223,7 +223,7 @@ class Tools(dict):  # type: ignore[type-arg]  # dict[str, dict[str, Any]] would 
     """The globals of each tool, by its name, in which a function of that name is defined. Each is defined when it is first
     asked for: most sandboxes use few of the tools. A session has a copy of what the runner has, by the fork."""
 
-    code: dict[str, bytes]
+    code: dict[str, bytes] = {}  # until the host has said hello
 
     def __missing__(self, name: str) -> dict[str, Any]:
         tool_globals: dict[str, Any] = {"__name__": "tool_" + name, "ToolError": ToolError}

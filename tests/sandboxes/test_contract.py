@@ -1,5 +1,6 @@
 """What every backend promises, on each that ships."""
 
+import asyncio
 import io
 import tarfile
 from collections.abc import AsyncIterator
@@ -99,6 +100,20 @@ async def kill_and_wait(sandbox: RunnerSandbox) -> None:
     sandbox.enclosure.process.kill()
     await sandbox.enclosure.process.wait()
     await sandbox._reader.read()
+
+
+async def test_a_runner_that_is_greeted_late_has_not_waited_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it has done all it does in advance before it hears of its tools."""
+    greet = RunnerSandbox.greet
+
+    async def greet_late(sandbox: RunnerSandbox, compiled_tools: bytes) -> None:
+        await asyncio.sleep(1.0)
+        await greet(sandbox, compiled_tools)
+
+    monkeypatch.setattr(RunnerSandbox, "greet", greet_late)
+    sandbox = await BubblewrapBackend(SHIPPED, first_uid=301_900).open(0)
+    assert (await sandbox.call("calculator", {"expression": "6 * 7"}, "k")).content == "42"
+    await sandbox.close()
 
 
 async def test_runner_that_dies_is_an_infra_failure() -> None:
