@@ -389,23 +389,28 @@ class KafkaReader:
             self._consumer.subscribe(self._topics, on_lost=self._forget, on_revoke=self._forget)
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
-        messages = self.poll_messages(events_max, timeout_seconds)
+        polled = self._polled(events_max, timeout_seconds)
         try:
             return [
-                delivered(self._codec, _address(message), message.key(), message.value() or b"") for message in messages
+                delivered(self._codec, address, message.key(), value)
+                for address, message in polled
+                if (value := message.value()) is not None  # a tombstone says that something was removed; it is no event
             ]
         except (
             LogUnavailable
         ):  # the registry or the blobs are away: nothing was handed out, and a commit must not pass it
-            self._go_back_before(messages)
+            self._go_back_before(polled)
             raise
 
     def poll_messages(self, messages_max: int, timeout_seconds: float) -> list[Message]:
-        """What has arrived, not decoded. A tombstone says that something was removed; it is no event."""
+        """What has arrived, not decoded, but for tombstones."""
         return [m for m in self.poll_everything(messages_max, timeout_seconds) if m.value() is not None]
 
     def poll_everything(self, messages_max: int, timeout_seconds: float) -> list[Message]:
         """What has arrived, not decoded, tombstones too."""
+        return [message for _, message in self._polled(messages_max, timeout_seconds)]
+
+    def _polled(self, messages_max: int, timeout_seconds: float) -> list[tuple[Address, Message]]:
         self._hold(messages_max == 0)
         try:
             # `consume` alone would wait out the whole timeout unless messages_max arrive
@@ -413,25 +418,26 @@ class KafkaReader:
             polled = [] if first is None else [first, *self._fetched(messages_max - 1)]
         except KafkaException as failure:
             raise LogUnavailable(f"cannot read {', '.join(self._topics)}: {failure}") from failure
-        messages: list[Message] = []
+        messages: list[tuple[Address, Message]] = []
         for message in polled:
             error = message.error()
             if error is None:
-                place = (str(message.topic()), _partition(message))
-                if _offset(message) < self._starts.get(place, 0):
+                address = _address(message)
+                place = (address.topic, address.partition)
+                if self._starts and address.offset < self._starts.get(place, 0):
                     continue  # was on its way when another place was sought
-                self._next[place] = _offset(message) + 1
-                messages.append(message)
+                self._next[place] = address.offset + 1
+                messages.append((address, message))
             elif error.code() == KafkaError._PARTITION_EOF:
                 self._ends_seen[str(message.topic()), _partition(message)] = _offset(message)
             elif error.fatal() or not (error.retriable() or error.code() in _PASSING_ERRORS):
                 _raise_unavailable(error)
         return messages
 
-    def _go_back_before(self, messages: Sequence[Message]) -> None:
+    def _go_back_before(self, polled: Sequence[tuple[Address, Message]]) -> None:
         firsts: dict[tuple[str, int], int] = {}
-        for message in messages:
-            firsts.setdefault((str(message.topic()), _partition(message)), _offset(message))
+        for address, _ in polled:
+            firsts.setdefault((address.topic, address.partition), address.offset)
         self.seek(Position(topic=t, partition=p, offset=offset) for (t, p), offset in firsts.items())
 
     def _hold(self, hold: bool) -> None:
@@ -684,7 +690,8 @@ def _partition(message: Message) -> int:
 
 
 def _address(message: Message) -> Address:
-    return Address(str(message.topic()), _partition(message), _offset(message))
+    """Of a message without an error, which has all three."""
+    return Address(message.topic(), message.partition(), message.offset())  # type: ignore[arg-type]
 
 
 def _topic_partition(position: Position) -> TopicPartition:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from schemas.codec import Codec
 from schemas.errors import Undecodable
 from schemas.events import Address, Event, Position
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """One message of the log as it arrived. Exactly one of `event` and `undecodable` is set."""
 
     address: Address
