@@ -73,7 +73,7 @@ def measure(quick: bool) -> dict[str, float]:
     """Ratios of this log to the bare parts; higher is better. cost_growth: 1 = an event costs as much as the first ones."""
     with _log() as (addresses, codec, folder):
         figures = _codec(codec, 300 if quick else 2000)
-        figures |= _broker(addresses, codec, 5_000 if quick else 40_000)
+        figures |= _broker(addresses, codec, 5_000 if quick else 100_000)
     groups_count = 100 if quick else 1000
     with _log() as (addresses, codec, folder):
         figures |= _driver(addresses, codec, groups_count)
