@@ -22,9 +22,9 @@ from tests.torture.kills import events_of
 from tests.torture.programs import Program, cut_program, streams_program
 from tests.torture.scenario import GROUPS_PER_BATCH, append, kill_all, lag_of, troubled_run
 from tests.torture.stopping import await_that
+from tests.torture.storm import READ_TOPICS
 
 GROUPS = 40
-STREAMS_TOPICS = ("messages", "trajectories", "rewards")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def fuzz_on_broker(run: Run, folder: Path, mutated_per_topic: int, seed: int) ->
     programs = [streams_program(run, folder, rejects_share_max=1.0), cut_program(run, rejects_share_max=1.0)]
     try:
         bad = _spoil(log, run, good, [log.codec.encode(fact) for fact in facts], mutated_per_topic, seed)
-        await_that(lambda: not _alive(programs) or _is_done(log, run, bad, batches), "everything is read")
+        await_that(lambda: _fallen(programs) > 0 or _is_done(log, run, bad, batches), "everything is read")
         return _fuzzed(log, run, facts, mutated_per_topic * len(INPUT_TOPICS), programs)
     finally:
         kill_all(programs)
@@ -77,7 +77,7 @@ def fuzz_on_broker(run: Run, folder: Path, mutated_per_topic: int, seed: int) ->
 def _is_done(log: KafkaLog, run: Run, bad: int, batches: int) -> bool:
     """All is read. The cutter commits with a batch: what it read since the last one is told by its rejects alone."""
     return (
-        lag_of(log, f"streams-{run.run_id}", STREAMS_TOPICS) == 0
+        lag_of(log, f"streams-{run.run_id}", READ_TOPICS) == 0
         and log.standing(f"fuzz-{run.run_id}", ["dead-letters"])["dead-letters"].end >= bad
         and len(events_of(log, "batches", run.run_id)) >= batches
     )
@@ -117,7 +117,7 @@ def _fuzzed(
         lost=len(wanted - found),
         foreign=len(found - wanted),
         batches=len(events_of(log, "batches", run.run_id)),
-        fallen=len(programs) - len(_alive(programs)),
+        fallen=_fallen(programs),
     )
 
 
@@ -129,5 +129,5 @@ def _unreadable(log: KafkaLog) -> Iterator[tuple[Address, bytes]]:
             yield message.address, message.value or b""
 
 
-def _alive(programs: Sequence[Program]) -> list[Program]:
-    return [program for program in programs if program.is_alive]
+def _fallen(programs: Sequence[Program]) -> int:
+    return sum(not program.is_alive for program in programs)
