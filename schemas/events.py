@@ -26,7 +26,12 @@ GroupSize = Annotated[int, Within(ge=1, le=4096)]
 Retry = Annotated[int, Within(ge=0, le=100)]
 
 
-class Meta(Struct, frozen=True, kw_only=True):
+class Value(Struct, frozen=True, gc=False):
+    """What facts are made of. None can hold itself, so the collector of cycles need not look into them: it took a sixth of
+    the time of reading."""
+
+
+class Meta(Value, frozen=True, kw_only=True):
     """The envelope that every message carries."""
 
     id: str
@@ -65,14 +70,14 @@ class Meta(Struct, frozen=True, kw_only=True):
     "the weights that were serving"
 
 
-class Event(Struct, frozen=True, kw_only=True):
+class Event(Value, frozen=True, kw_only=True):
     """A fact on the log. `number` is its place in the flow and the prefix of its .avsc file."""
 
     number: ClassVar[int] = 0
     meta: Meta
 
 
-class Address(Struct, frozen=True):
+class Address(Value, frozen=True):
     """Where an event stands on the log."""
 
     topic: str
@@ -80,7 +85,7 @@ class Address(Struct, frozen=True):
     offset: int
 
 
-class Sampling(Struct, frozen=True, kw_only=True):
+class Sampling(Value, frozen=True, kw_only=True):
     """How turns are drawn from the policy."""
 
     temperature: float = 1.0
@@ -90,7 +95,7 @@ class Sampling(Struct, frozen=True, kw_only=True):
     tokens_max: int = 512
 
 
-class Task(Struct, frozen=True, kw_only=True):
+class Task(Value, frozen=True, kw_only=True):
     """What is asked, in which world, with which tools, and how it will be judged."""
 
     prompt: str
@@ -150,7 +155,7 @@ class RolloutStarted(Event, frozen=True, kw_only=True):
     required_version: int | None = None
 
 
-class VersionSpan(Struct, frozen=True, kw_only=True):
+class VersionSpan(Value, frozen=True, kw_only=True):
     """Tokens start … end - 1 of a turn were sampled by this weight version."""
 
     version: int
@@ -238,7 +243,7 @@ class RolloutEnded(Event, frozen=True, kw_only=True):
     cost: float
 
 
-class Segment(Struct, frozen=True, kw_only=True):
+class Segment(Value, frozen=True, kw_only=True):
     """A stretch of tokens from one source."""
 
     start: int
@@ -248,7 +253,7 @@ class Segment(Struct, frozen=True, kw_only=True):
     "null for what the policy did not say"
 
 
-class Context(Struct, frozen=True, kw_only=True):
+class Context(Value, frozen=True, kw_only=True):
     """Tokens from `start` to the next context were read and said by one agent, who saw nothing before `start`."""
 
     start: int
@@ -257,7 +262,7 @@ class Context(Struct, frozen=True, kw_only=True):
     "why it began, when it is not the first"
 
 
-class Utterance(Struct, frozen=True, kw_only=True):
+class Utterance(Value, frozen=True, kw_only=True):
     """One entry of a transcript, for people and judges."""
 
     role: str
@@ -317,7 +322,7 @@ class RewardAssigned(Event, frozen=True, kw_only=True):
     policy_version_oldest: int | None
 
 
-class GroupMember(Struct, frozen=True, kw_only=True):
+class GroupMember(Value, frozen=True, kw_only=True):
     """One member of a group, filled by the first attempt that ended other than by infra_error."""
 
     index: int
@@ -343,7 +348,7 @@ class GroupCompleted(Event, frozen=True, kw_only=True):
     "zero_variance or too_few_valid: such a group teaches nothing and more work is asked for instead"
 
 
-class BatchMember(Struct, frozen=True, kw_only=True):
+class BatchMember(Value, frozen=True, kw_only=True):
     """One trajectory of a batch, by address."""
 
     trajectory_id: str
@@ -353,7 +358,7 @@ class BatchMember(Struct, frozen=True, kw_only=True):
     advantage: float
 
 
-class Position(Struct, frozen=True, kw_only=True):
+class Position(Value, frozen=True, kw_only=True):
     """How far a reader of one partition has come: the offset it reads next."""
 
     topic: str
@@ -396,7 +401,7 @@ class StepTaken(Event, frozen=True, kw_only=True):
     config_hash: str
 
 
-class WeightsFile(Struct, frozen=True, kw_only=True):
+class WeightsFile(Value, frozen=True, kw_only=True):
     """One file of a weight version."""
 
     name: str
@@ -405,7 +410,7 @@ class WeightsFile(Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class Probe(Struct, frozen=True, kw_only=True):
+class Probe(Value, frozen=True, kw_only=True):
     """A prompt and the trainer's own log-probabilities of it: a server that serves these weights must agree."""
 
     tokens: bytes

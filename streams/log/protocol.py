@@ -15,7 +15,7 @@ from schemas.errors import Undecodable
 from schemas.events import Address, Event, Position
 
 
-class Delivery(msgspec.Struct, frozen=True):
+class Delivery(msgspec.Struct, frozen=True, gc=False):
     """One message of the log as it arrived. Exactly one of `event` and `undecodable` is set."""
 
     address: Address

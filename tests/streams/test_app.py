@@ -23,13 +23,12 @@ from schemas.registry import MemoryRegistry
 from schemas.run import JobSettings, Run
 from streams import app, cut
 from streams.config import CutSettings, StreamsSettings
-from streams.driver import Driver
-from streams.hops.flow import hops
 from streams.hops.trajectories_to_rewards import ScoreTrajectories
 from streams.log.connect import open_log
 from streams.log.memory import MemoryLog
-from streams.log.protocol import Log, Reader
+from streams.log.protocol import Reader
 from tests.flow.synthetic import groups
+from tests.torture.oracle import append, events_of, undisturbed
 
 GROUPS = 40
 _PATIENCE_SECONDS = 120.0
@@ -49,11 +48,7 @@ def messages(run: Run) -> list[Event]:
 
 def expected(messages: list[Event], run_id: str, topic: str) -> set[str]:
     """Ids of what an undisturbed pass over the messages derives."""
-    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
-    for message in messages:
-        log.append(message)
-    Driver(log, hops((), "standardised"), run_id).run_until_caught_up()
-    return {d.event.meta.id for d in log.reader([topic]).poll(100_000, 0.0) if d.event is not None}
+    return {event.meta.id for event in events_of(undisturbed(messages, run_id), run_id, topic)}
 
 
 def read(reader: Reader, run_id: str) -> Iterator[Event]:
@@ -103,12 +98,6 @@ def streams_process(run: Run, state_folder: str) -> None:
 
 def cut_process(run: Run) -> None:
     cut.run(run, CutSettings(), Pulse(), threading.Event())
-
-
-def append(log: Log, events: list[Event]) -> None:
-    for event in events:
-        log.append(event)
-    log.flush()
 
 
 def test_killed_workers_lose_and_repeat_nothing(run: Run, messages: list[Event], tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ def fuzzing(quick: bool) -> str:
         f"{mutated_per_topic:,} mutated messages on every topic that a program reads. {fuzzed.mutated:,} on {len(INPUT_TOPICS)} "
         f"topics of the hops: {fuzzed.rejected:,} rejects, each with its address, {fuzzed.good_found} of "
         f"{fuzzed.good_expected} facts of the good messages between them; {on_broker.mutated:,} for the Faust app and the "
-        f"cutter on a real broker: {on_broker.rejected:,} of {on_broker.unreadable:,} unreadable ones rejected, {on_broker.lost} "
-        f"facts lost, {on_broker.foreign} foreign, {on_broker.batches} batches; and for the other programs ({by_program}), where "
-        f"none was led astray; {time.monotonic() - began:.0f} s"
+        f"cutter on a real broker: {on_broker.rejected:,} of {on_broker.unreadable:,} unreadable ones rejected, "
+        f"{on_broker.facts}, {on_broker.batches} batches; and for the other programs ({by_program}), where none was led "
+        f"astray; {time.monotonic() - began:.0f} s"
     )
 
 
@@ -68,9 +68,9 @@ def kills(quick: bool) -> str:
     by_program = ", ".join(f"{name} {count}" for name, count in sorted(verdict.kills.items()))
     return (
         f"{verdict.kills.total()} times kill -9 in {verdict.seconds:.0f} s over one run of the example job ({by_program}): "
-        f"{verdict.messages:,} messages, {verdict.lost} facts lost, {verdict.foreign} foreign, {verdict.repeated} repeated "
-        f"and known by their ids; {verdict.batches} batches in order, {verdict.groups_cut_twice} groups cut twice; "
-        f"{verdict.versions} versions; {verdict.trace_rows:,} trace rows for {verdict.log_events:,} events on the log"
+        f"{verdict.messages:,} messages, {verdict.facts}; {verdict.batches} batches in order, "
+        f"{verdict.groups_cut_twice} groups cut twice; {verdict.versions} versions; "
+        f"{verdict.trace_rows:,} trace rows for {verdict.log_events:,} events on the log"
     )
 
 

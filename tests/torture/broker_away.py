@@ -19,7 +19,7 @@ from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
 from tests.flow.synthetic import observations
-from tests.torture.kills import events_of
+from tests.torture.oracle import events_of
 from tests.torture.stopping import memory_bytes_peak, stopped
 
 EVENT_BYTES = 100_000
@@ -83,7 +83,7 @@ def _waiting_when_full(told: IO[str]) -> int:
 def _found(log: Log) -> tuple[int, bool]:
     """How many events are on the log, and whether each key has each of its numbers once and in order."""
     numbers: defaultdict[str, list[int]] = defaultdict(list)
-    for event in events_of(log, "messages", RUN_ID):
+    for event in events_of(log, RUN_ID, "messages"):
         numbers[event.meta.trajectory_id or ""].append(event.meta.seq or 0)
     in_order = all(found == list(range(len(found))) for found in numbers.values())
     return sum(map(len, numbers.values())), in_order

@@ -5,22 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
 from schemas.errors import Undecodable
-from schemas.events import Address, Event, EventRejected, GroupCompleted
-from schemas.registry import MemoryRegistry
+from schemas.events import Address, Event, EventRejected
 from schemas.run import Run
-from streams.driver import Driver
-from streams.hops.flow import hops
 from streams.log.connect import open_log
 from streams.log.kafka import KafkaLog
-from streams.log.memory import MemoryLog
+from streams.log.protocol import Log
 from tests.flow.synthetic import groups
 from tests.torture.fuzz import INPUT_TOPICS, harmless
-from tests.torture.kills import events_of
+from tests.torture.oracle import Compared, append, compared, events_of, undisturbed
 from tests.torture.programs import Program, cut_program, streams_program
-from tests.torture.scenario import GROUPS_PER_BATCH, append, kill_all, lag_of, troubled_run
+from tests.torture.scenario import GROUPS_PER_BATCH, kill_all, lag_of, taught_by, troubled_run
 from tests.torture.stopping import await_that
 from tests.torture.storm import READ_TOPICS
 
@@ -37,17 +32,14 @@ class FuzzedPrograms:
     unreadable: int
     "messages that cannot be read"
     unaddressed: int
-    lost: int
-    "facts that follow from the good messages and are not there"
-    foreign: int
-    "facts that do not follow from them"
+    facts: Compared
     batches: int
     fallen: int
     "programs that did not live to the end"
 
     @property
     def holds(self) -> bool:
-        nothing_amiss = self.unaddressed == self.lost == self.foreign == self.fallen == 0
+        nothing_amiss = self.unaddressed == self.facts.lost == self.facts.foreign == self.fallen == 0
         return nothing_amiss and self.rejected == self.unreadable > 0 and self.batches > 0
 
 
@@ -56,19 +48,15 @@ def fuzz_on_broker(run: Run, folder: Path, mutated_per_topic: int, seed: int) ->
     read to the end. The broker must be fresh, since every message on it counts."""
     run = troubled_run(run, "fuzz")
     good = [event for rollout in groups(GROUPS, run_id=run.run_id) for event in rollout]
-    quiet = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
-    append(quiet, good)
-    Driver(quiet, hops((), "standardised"), run.run_id).run_until_caught_up()
-    facts = [event for topic in INPUT_TOPICS for event in events_of(quiet, topic, run.run_id)]
-    batches = (
-        sum(isinstance(fact, GroupCompleted) and fact.dropped_because is None for fact in facts) // GROUPS_PER_BATCH
-    )
+    quiet = undisturbed(good, run.run_id)
+    facts = events_of(quiet, run.run_id, *INPUT_TOPICS)
+    batches = len(taught_by(facts)) // GROUPS_PER_BATCH
     log = open_log(run)
     programs = [streams_program(run, folder, rejects_share_max=1.0), cut_program(run, rejects_share_max=1.0)]
     try:
         bad = _spoil(log, run, good, [log.codec.encode(fact) for fact in facts], mutated_per_topic, seed)
         await_that(lambda: _fallen(programs) > 0 or _is_done(log, run, bad, batches), "everything is read")
-        return _fuzzed(log, run, facts, mutated_per_topic * len(INPUT_TOPICS), programs)
+        return _fuzzed(log, run, quiet, mutated_per_topic * len(INPUT_TOPICS), programs)
     finally:
         kill_all(programs)
         log.close()
@@ -79,7 +67,7 @@ def _is_done(log: KafkaLog, run: Run, bad: int, batches: int) -> bool:
     return (
         lag_of(log, f"streams-{run.run_id}", READ_TOPICS) == 0
         and log.standing(f"fuzz-{run.run_id}", ["dead-letters"])["dead-letters"].end >= bad
-        and len(events_of(log, "batches", run.run_id)) >= batches
+        and len(events_of(log, run.run_id, "batches")) >= batches
     )
 
 
@@ -101,22 +89,17 @@ def _spoil(
     return bad
 
 
-def _fuzzed(
-    log: KafkaLog, run: Run, facts: Sequence[Event], mutated: int, programs: Sequence[Program]
-) -> FuzzedPrograms:
+def _fuzzed(log: KafkaLog, run: Run, quiet: Log, mutated: int, programs: Sequence[Program]) -> FuzzedPrograms:
     unreadable = dict(_unreadable(log))
-    rejects = [event for event in events_of(log, "dead-letters", run.run_id) if isinstance(event, EventRejected)]
+    rejects = [event for event in events_of(log, run.run_id, "dead-letters") if isinstance(event, EventRejected)]
     unaddressed = sum(unreadable.get(reject.origin) != reject.original for reject in rejects)
-    wanted = {fact.meta.id for fact in facts}
-    found = {event.meta.id for topic in INPUT_TOPICS for event in events_of(log, topic, run.run_id)}
     return FuzzedPrograms(
         mutated=mutated,
         rejected=len({reject.origin for reject in rejects}),
         unreadable=len(unreadable),
         unaddressed=unaddressed,
-        lost=len(wanted - found),
-        foreign=len(found - wanted),
-        batches=len(events_of(log, "batches", run.run_id)),
+        facts=compared(log, quiet, run.run_id, INPUT_TOPICS),
+        batches=len(events_of(log, run.run_id, "batches")),
         fallen=_fallen(programs),
     )
 

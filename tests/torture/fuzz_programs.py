@@ -39,7 +39,7 @@ from tests.producers.test_rollouts import SETTINGS, scripted
 from tests.producers.test_rollouts import Field as RolloutsField
 from tests.simulation.simulator import only_errors
 from tests.torture.fuzz import harmless
-from tests.torture.kills import events_of
+from tests.torture.oracle import events_of
 from tests.trainer.episodes import stockroom
 from tests.trainer.test_loop import DEMONSTRATIONS, everything
 from tests.trainer.test_loop import Field as TrainerField
@@ -236,7 +236,7 @@ def _check_rejects(log: SpoiltLog, stage: str, topics: tuple[str, ...]) -> None:
     """Each bad message of these topics is on the dead letters, once, with its bytes and address; nothing good is."""
     rejects = Counter(
         (event.origin, event.original)
-        for event in events_of(log, "dead-letters", log.run_id)
+        for event in events_of(log, log.run_id, "dead-letters")
         if isinstance(event, EventRejected) and event.stage == stage
     )
     bad = Counter((address, value) for address, value in log.bad.items() if address.topic in topics)

@@ -20,17 +20,12 @@ from deploy.page import Page
 from deploy.programs import PROGRAMS
 from deploy.resolve import Resolved, load
 from deploy.session import attach
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import BatchCut, Event
+from schemas.events import BatchCut
 from schemas.job import load_job
-from schemas.registry import MemoryRegistry
 from schemas.run import Run
-from streams.driver import Driver
-from streams.hops.flow import hops
 from streams.log.connect import open_log
-from streams.log.memory import MemoryLog
 from streams.log.protocol import Log
+from tests.torture.oracle import Compared, compared, events_of, undisturbed
 
 PROJECT = Path(__file__).parent.parent.parent
 PATIENCE_SECONDS = 1800.0
@@ -45,12 +40,7 @@ class Verdict:
     kills: Counter[str]
     seconds: float
     messages: int
-    lost: int
-    "facts that follow from the messages and are not on the log"
-    foreign: int
-    "facts on the log that do not follow from the messages"
-    repeated: int
-    "facts that stand on the log more than once; readers know them by their ids"
+    facts: Compared
     batches: int
     batches_in_order: bool
     groups_cut_twice: int
@@ -60,7 +50,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        nothing_wrong = self.lost == self.foreign == self.groups_cut_twice == 0
+        nothing_wrong = self.facts.lost == self.facts.foreign == self.groups_cut_twice == 0
         return nothing_wrong and self.batches_in_order and self.trace_rows == self.log_events
 
 
@@ -125,27 +115,15 @@ def _kill_until_finished(
 
 def judged(log: Log, run: Run, kills: Counter[str], seconds: float, summary: dict[str, Any]) -> Verdict:
     """Derives everything anew from the messages on the log, in memory, and compares."""
-    quiet = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
-    messages = events_of(log, "messages", run.run_id)
-    for message in messages:
-        quiet.append(message)
-    Driver(quiet, hops(load_job(run.job.module).scorers, "standardised"), run.run_id).run_until_caught_up()
-    lost = foreign = repeated = 0
-    for topic in ("trajectories", "rewards", "groups"):
-        found = Counter(event.meta.id for event in events_of(log, topic, run.run_id))
-        expected = {event.meta.id for event in events_of(quiet, topic, run.run_id)}
-        lost += len(expected - found.keys())
-        foreign += len(found.keys() - expected)
-        repeated += found.total() - len(found)
-    batches = [event for event in events_of(log, "batches", run.run_id) if isinstance(event, BatchCut)]
+    messages = events_of(log, run.run_id, "messages")
+    facts = compared(log, undisturbed(messages, run.run_id, load_job(run.job.module).scorers), run.run_id)
+    batches = [event for event in events_of(log, run.run_id, "batches") if isinstance(event, BatchCut)]
     cut = Counter(group for batch in batches for group in batch.groups)
     return Verdict(
         kills=kills,
         seconds=seconds,
         messages=len(messages),
-        lost=lost,
-        foreign=foreign,
-        repeated=repeated,
+        facts=facts,
         batches=len(batches),
         batches_in_order=[batch.index for batch in batches] == list(range(run.job.steps)),
         groups_cut_twice=cut.total() - len(cut),
@@ -153,14 +131,3 @@ def judged(log: Log, run: Run, kills: Counter[str], seconds: float, summary: dic
         trace_rows=summary["trace_rows"],
         log_events=summary["log_events"],
     )
-
-
-def events_of(log: Log, topic: str, run_id: str) -> list[Event]:
-    reader = log.reader([topic])
-    found: list[Event] = []
-    try:
-        while not reader.caught_up():
-            found += [d.event for d in reader.poll(5000, 1.0) if d.event and d.event.meta.run_id == run_id]
-    finally:
-        reader.close()
-    return found

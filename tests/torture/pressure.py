@@ -45,7 +45,7 @@ from streams.rules.staleness import groups_allowed
 from tests.flow.synthetic import observations
 from tests.torture.backlog import catch_up
 from tests.torture.broker_away import EVENT_BYTES, Produced, produce_without_broker
-from tests.torture.kills import events_of
+from tests.torture.oracle import events_of
 from tests.torture.stopping import await_that, memory_bytes_peak, stopped, tree
 
 PROJECT = Path(__file__).parent.parent.parent
@@ -333,7 +333,7 @@ class _Pressed:
         return page.finish().summary
 
     def _events(self, *topics: str) -> list[Event]:
-        return [event for topic in topics for event in events_of(self._log, topic, self._run.run_id)]
+        return events_of(self._log, self._run.run_id, *topics)
 
 
 class _Seen:

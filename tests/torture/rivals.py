@@ -8,7 +8,7 @@ from schemas.events import StepTaken, WeightsPublished
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
-from tests.torture.kills import events_of
+from tests.torture.oracle import events_of
 from tests.torture.programs import Program, cut_program, trainer_program
 from tests.torture.scenario import GROUPS_PER_BATCH, completed_groups, flowing, kill_all, troubled_run
 from tests.torture.stopping import await_that
@@ -60,8 +60,8 @@ def _rival(holder: Program, asleep: bool, start: Callable[[], Program], await_wo
 
 
 def _await_batches(log: Log, run: Run, more: int) -> None:
-    wanted = len(events_of(log, "batches", run.run_id)) + more
-    await_that(lambda: len(events_of(log, "batches", run.run_id)) >= wanted, "batches are cut")
+    wanted = len(events_of(log, run.run_id, "batches")) + more
+    await_that(lambda: len(events_of(log, run.run_id, "batches")) >= wanted, "batches are cut")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def rival_trainers(run: Run, rounds: Sequence[bool]) -> Trained:
 
     def step() -> None:
         batches.append_next()
-        await_that(lambda: len(events_of(log, "weights", run.run_id)) > batches.count, "a step is taken")
+        await_that(lambda: len(events_of(log, run.run_id, "weights")) > batches.count, "a step is taken")
 
     try:
         step()
@@ -103,7 +103,7 @@ def rival_trainers(run: Run, rounds: Sequence[bool]) -> Trained:
             ends.append(holder.ended())
             holder = newer
         step()
-        weights, steps = events_of(log, "weights", run.run_id), events_of(log, "steps", run.run_id)
+        weights, steps = events_of(log, run.run_id, "weights"), events_of(log, run.run_id, "steps")
         return Trained(
             ends=ends,
             batches=batches.count,

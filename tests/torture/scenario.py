@@ -2,25 +2,19 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
 from schemas.errors import LogUnavailable
 from schemas.events import Event, GroupCompleted
-from schemas.registry import MemoryRegistry
 from schemas.run import JobSettings, Run
-from streams.driver import Driver
-from streams.hops.flow import hops
 from streams.log.connect import open_log
-from streams.log.memory import MemoryLog
 from streams.log.protocol import Log
 from tests.flow.synthetic import groups
-from tests.torture.kills import events_of
+from tests.torture.oracle import events_of, undisturbed
 from tests.torture.programs import Program
 
 GROUPS_PER_BATCH = 4
@@ -34,13 +28,13 @@ def troubled_run(run: Run, name: str, **job: Any) -> Run:
 
 def completed_groups(run_id: str, count: int) -> list[GroupCompleted]:
     """Groups that teach something, as the streams would write them."""
-    quiet = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
-    for rollout in groups(2 * count + 10, run_id=run_id):
-        for message in rollout:
-            quiet.append(message)
-    Driver(quiet, hops((), "standardised"), run_id).run_until_caught_up()
-    found = events_of(quiet, "groups", run_id)
-    return [g for g in found if isinstance(g, GroupCompleted) and g.dropped_because is None][:count]
+    messages = [event for rollout in groups(2 * count + 10, run_id=run_id) for event in rollout]
+    return taught_by(events_of(undisturbed(messages, run_id), run_id, "groups"))[:count]
+
+
+def taught_by(events: Iterable[Event]) -> list[GroupCompleted]:
+    """Of these events, the groups that teach something."""
+    return [event for event in events if isinstance(event, GroupCompleted) and event.dropped_because is None]
 
 
 @contextmanager
@@ -63,12 +57,6 @@ def flowing(run: Run, events: Sequence[Event], seconds: float) -> Iterator[None]
         hurry.set()
         thread.join()
         log.close()
-
-
-def append(log: Log, events: Sequence[Event]) -> None:
-    for event in events:
-        log.append(event)
-    log.flush()
 
 
 def lag_of(log: Log, group: str, topics: Sequence[str]) -> int:

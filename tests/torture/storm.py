@@ -10,23 +10,17 @@ from typing import Literal
 
 import msgspec
 
-from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import Undecodable
 from schemas.events import Event, EventRejected
-from schemas.registry import MemoryRegistry
 from schemas.run import Run
-from streams.driver import Driver
-from streams.hops.flow import hops
 from streams.log.connect import open_log
-from streams.log.memory import MemoryLog
 from tests.flow.synthetic import groups
-from tests.torture.kills import events_of
+from tests.torture.oracle import Compared, compared, events_of, undisturbed
 from tests.torture.programs import Program, streams_program
-from tests.torture.scenario import append, flowing, kill_all, lag_of, troubled_run
+from tests.torture.scenario import flowing, kill_all, lag_of, troubled_run
 from tests.torture.stopping import await_that
 
-DERIVED_TOPICS = ("trajectories", "rewards", "groups")
 READ_TOPICS = ("messages", "trajectories", "rewards")
 
 Act = Literal["join", "leave", "kill", "sleep"]
@@ -40,9 +34,7 @@ class Stormed:
 
     acts: list[Act]
     messages: int
-    lost: int
-    foreign: int
-    repeated: int
+    facts: Compared
     refused: int
     "good messages that are on the dead letters"
     lag: int
@@ -51,7 +43,8 @@ class Stormed:
 
     @property
     def holds(self) -> bool:
-        return self.lost == self.foreign == self.refused == self.lag == 0 and set(self.ends) <= {"exit code 0"}
+        nothing_amiss = self.facts.lost == self.facts.foreign == self.refused == self.lag == 0
+        return nothing_amiss and set(self.ends) <= {"exit code 0"}
 
 
 def storm(
@@ -130,23 +123,15 @@ class _Field:
 
 
 def _stormed(run: Run, messages: Sequence[Event], acts: list[Act], field: _Field) -> Stormed:
-    quiet = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
-    append(quiet, messages)
-    Driver(quiet, hops((), "standardised"), run.run_id).run_until_caught_up()
+    quiet = undisturbed(messages, run.run_id)
     log = open_log(run)
     try:
         await_that(lambda: lag_of(log, f"streams-{run.run_id}", READ_TOPICS) == 0, "everything is taken and committed")
         field.leave()
-        lost = foreign = repeated = 0
-        for topic in DERIVED_TOPICS:
-            found = Counter(event.meta.id for event in events_of(log, topic, run.run_id))
-            wanted = {event.meta.id for event in events_of(quiet, topic, run.run_id)}
-            lost += len(wanted - found.keys())
-            foreign += len(found.keys() - wanted)
-            repeated += found.total() - len(found)
-        refused = sum(_is_good(log.codec, event) for event in events_of(log, "dead-letters", run.run_id))
+        facts = compared(log, quiet, run.run_id)
+        refused = sum(_is_good(log.codec, event) for event in events_of(log, run.run_id, "dead-letters"))
         lag = lag_of(log, f"streams-{run.run_id}", READ_TOPICS)
-        return Stormed(acts, len(messages), lost, foreign, repeated, refused, lag, field.ends)
+        return Stormed(acts, len(messages), facts, refused, lag, field.ends)
     finally:
         log.close()
 

@@ -19,9 +19,9 @@ from streams.config import CutSettings
 from streams.log.connect import codec_of
 from streams.log.kafka import KafkaLog, KafkaTransactor
 from streams.log.protocol import Log
-from tests.torture.kills import events_of
+from tests.torture.oracle import append, events_of
 from tests.torture.own_broker import OwnBroker
-from tests.torture.scenario import GROUPS_PER_BATCH, append, completed_groups, lag_of, troubled_run
+from tests.torture.scenario import GROUPS_PER_BATCH, completed_groups, lag_of, troubled_run
 from tests.torture.stopping import await_that
 
 Moment = Literal["produced", "sent_offsets", "committing", "committed"]
@@ -144,7 +144,7 @@ def _cutting(run: Run, log: KafkaLog) -> Iterator[None]:
 def cut_of(run: Run, log: Log, written: Sequence[Event]) -> Cut:
     """Waits until every group is committed, and judges the batches."""
     await_that(lambda: lag_of(log, f"cut-{run.run_id}", ["groups"]) == 0, "every group is in a batch")
-    batches = [event for event in events_of(log, "batches", run.run_id) if isinstance(event, BatchCut)]
+    batches = [event for event in events_of(log, run.run_id, "batches") if isinstance(event, BatchCut)]
     found = Counter(group for batch in batches for group in batch.groups)
     return Cut(
         groups=len(written),

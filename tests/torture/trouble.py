@@ -35,6 +35,5 @@ def told_of_trouble(run: Run, folder: Path, quick: bool) -> str:
         f"order; {len(cutters.ends)} times two cutters at once: the older one fenced, {cutters.cut.batches} batches in order, "
         f"{cutters.cut.groups_twice} groups cut twice; {len(trainers.ends)} times two trainers at once: the older one fenced, "
         f"{trainers.batches} steps, each once; workers of the streams that come and go ({done}): {stormed.messages:,} "
-        f"messages, {stormed.lost} facts lost, {stormed.foreign} foreign, {stormed.repeated} repeated and known by their ids, "
-        f"{stormed.refused} good ones refused, {stormed.lag} left unread"
+        f"messages, {stormed.facts}, {stormed.refused} good ones refused, {stormed.lag} left unread"
     )
