@@ -385,6 +385,8 @@ class BatchCut(Event, frozen=True, kw_only=True):
     "passed over since the batch before, by reason"
     positions: list[Position]
     "how far the groups topic is consumed by this cut; the cutter's whole state is read back from here"
+    groups_passed: list[str] = []
+    "which ones groups_dropped counts: the log may repeat them, and a cutter that has started again must know them"
 
 
 class StepTaken(Event, frozen=True, kw_only=True):

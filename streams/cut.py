@@ -37,9 +37,7 @@ def run(run: Run, settings: CutSettings, pulse: Pulse, stop: threading.Event) ->
 
 def cut(run: Run, settings: CutSettings, pulse: Pulse, stop: threading.Event, log: KafkaLog) -> None:
     """The program over any log of Kafka. When the log is not available it starts over from the batches on it."""
-    hop = CutGroups(
-        run.run_id, run.job.groups_per_batch, run.job.staleness_max, run.job.first_version, batches_max=run.job.steps
-    )
+    hop = cutting_of(run)
     while not stop.is_set():
         try:
             Cutter(log, hop, run.run_id, settings, pulse).run_until(stop)
@@ -49,6 +47,12 @@ def cut(run: Run, settings: CutSettings, pulse: Pulse, stop: threading.Event, lo
             pulse.detail = f"waiting for the log: {error}"
             log.forget_failure()
             stop.wait(_RETRY_SECONDS)
+
+
+def cutting_of(run: Run) -> CutGroups:
+    """How batches of this run are cut."""
+    job = run.job
+    return CutGroups(run.run_id, job.groups_per_batch, job.staleness_max, job.first_version, batches_max=job.steps)
 
 
 class Cutter:

@@ -1,8 +1,14 @@
 """cut: groups that teach something become batches of a fixed number of groups, in total order.
 
 A group with a member older than allowed is dropped, and the next batch says so. The whole state is read back from the
-batches already cut: which groups they hold, and how far the groups topic was consumed.
+batches already cut: which groups they hold or passed over, and how far the groups topic was consumed.
+
+Partitions are read in any order, but nothing in a batch depends on it beyond which groups it was cut from, and that is
+what its positions say. So batches can be cut again from the groups on the log, byte for byte (`cut_again`).
 """
+
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
@@ -12,7 +18,7 @@ from streams.hops.hop import Outcome
 from streams.hops.rewards_to_groups import GROUPED_PURPOSES
 from streams.rules.staleness import admitted
 
-CODE_VERSION = "cut-1"
+CODE_VERSION = "cut-2"
 
 
 class Cutting(Struct):
@@ -23,6 +29,7 @@ class Cutting(Struct):
     seen: set[str] = set()
     groups_stale: list[str] = []
     groups_dropped: dict[str, int] = {}
+    groups_passed: list[str] = []
     positions: dict[tuple[str, int], int] = {}
 
 
@@ -47,11 +54,12 @@ class CutGroups:
         return self._run_id if wanted else None
 
     def restored(self, state: Cutting | None, batch: BatchCut) -> Cutting:
-        """The state after a batch that is already on the log."""
+        """The state after a batch that is already on the log. Changes the state it is given."""
         state = state or Cutting()
+        state.seen.update(batch.groups, batch.groups_stale, batch.groups_passed)
         return Cutting(
             index_next=batch.index + 1,
-            seen=state.seen | set(batch.groups) | set(batch.groups_stale),
+            seen=state.seen,
             positions={(position.topic, position.partition): position.offset for position in batch.positions},
         )
 
@@ -62,18 +70,42 @@ class CutGroups:
             return Outcome(state, refused="batches are cut from groups")
         if self._batches_max is not None and state.index_next >= self._batches_max:
             return Outcome(state)
-        state.positions[address.topic, address.partition] = address.offset + 1
-        if event.meta.group_id not in state.seen:
-            state.seen.add(event.meta.group_id)
-            self._admit(state, event, event.meta.group_id)
+        self._take(state, event, event.meta.group_id, address)
         if len(state.waiting) < self._groups_per_batch:
             return Outcome(state)
-        batch = self._batch(state, event)
+        batch = self._batch(state)
         return Outcome(Cutting(index_next=state.index_next + 1, seen=state.seen, positions=state.positions), (batch,))
+
+    def cut_again(
+        self, groups: Iterable[tuple[Address, GroupCompleted]], batches: Iterable[BatchCut]
+    ) -> Iterator[BatchCut]:
+        """The batches as they follow from the groups of the run, which come in the order of each partition. What was cut
+        from what is taken from the positions of the batches on the log, and nothing else of them."""
+        waiting: dict[tuple[str, int], deque[tuple[Address, GroupCompleted]]] = {}
+        for address, group in groups:
+            waiting.setdefault((address.topic, address.partition), deque()).append((address, group))
+        seen: set[str] = set()
+        positions: dict[tuple[str, int], int] = {}
+        for index, batch in enumerate(batches):
+            state = Cutting(index_next=index, seen=seen, positions=positions)
+            for position in batch.positions:
+                window = waiting.get((position.topic, position.partition), deque())
+                while window and window[0][0].offset < position.offset:
+                    address, group = window.popleft()
+                    self._take(state, group, group.meta.group_id or "", address)
+            yield self._batch(state)
+
+    def _take(self, state: Cutting, group: GroupCompleted, group_id: str, address: Address) -> None:
+        place = (address.topic, address.partition)
+        state.positions[place] = max(state.positions.get(place, 0), address.offset + 1)  # it may be delivered again
+        if group_id not in state.seen:
+            state.seen.add(group_id)
+            self._admit(state, group, group_id)
 
     def _admit(self, state: Cutting, group: GroupCompleted, group_id: str) -> None:
         if group.dropped_because is not None:
             state.groups_dropped[group.dropped_because] = state.groups_dropped.get(group.dropped_because, 0) + 1
+            state.groups_passed.append(group_id)
             return
         version = self._first_version + state.index_next
         if all(admitted(version, m.policy_version_oldest, self._staleness_max) for m in _trained(group)):
@@ -81,37 +113,40 @@ class CutGroups:
         else:
             state.groups_stale.append(group_id)
 
-    def _batch(self, state: Cutting, last: GroupCompleted) -> BatchCut:
+    def _batch(self, state: Cutting) -> BatchCut:
+        """Everything in it is sorted."""
         groups = sorted(state.waiting, key=lambda group: group.meta.group_id or "")
         members = [_batch_member(group, member) for group in groups for member in _trained(group)]
         trained = [member for group in groups for member in _trained(group)]
         return BatchCut(
-            meta=self._meta(state.index_next, groups, last),
+            meta=self._meta(state.index_next, groups),
             index=state.index_next,
             base_version=self._first_version + state.index_next,
             members=members,
             groups=[group.meta.group_id or "" for group in groups],
             tokens_sampled=sum(member.tokens_sampled for member in trained),
             policy_floor=min(member.policy_version_oldest or 0 for member in trained),
-            groups_stale=state.groups_stale,
-            groups_dropped=state.groups_dropped,
+            groups_stale=sorted(state.groups_stale),
+            groups_dropped=dict(sorted(state.groups_dropped.items())),
+            groups_passed=sorted(state.groups_passed),
             positions=[
                 Position(topic=t, partition=p, offset=offset) for (t, p), offset in sorted(state.positions.items())
             ],
         )
 
-    def _meta(self, index: int, groups: list[GroupCompleted], last: GroupCompleted) -> Meta:
+    def _meta(self, index: int, groups: list[GroupCompleted]) -> Meta:
+        newest = max(groups, key=lambda group: (group.meta.timestamp, group.meta.id))
         return Meta(
             id=derived_id("BatchCut", self._run_id, index, CODE_VERSION, *(group.meta.id for group in groups)),
             run_id=self._run_id,
-            session_id=last.meta.session_id,
+            session_id=newest.meta.session_id,
             category="batch",
             topic="batches",
             sender="cut",
             receiver="trainer",
-            timestamp=max(group.meta.timestamp for group in groups),
-            causation_id=last.meta.id,
-            purpose=last.meta.purpose,
+            timestamp=newest.meta.timestamp,
+            causation_id=newest.meta.id,
+            purpose=newest.meta.purpose,
         )
 
 

@@ -4,15 +4,17 @@
 
 One call of `simulate` is one run of the field with everything that may go wrong. The oracle takes the messages that the
 run left, derives everything from them without any trouble, and compares fact by fact and byte by byte. What a disturbed
-run adds are repetitions, and a fact that is repeated must say the same.
+run adds are repetitions, and a fact that is repeated must say the same. Batches are cut again from the groups, and must
+be the same bytes whoever was killed in between.
 """
 
 import logging
 import multiprocessing
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -165,16 +167,16 @@ class Streams(Program):
 class Cut(Program):
     """The cutter itself, for as long as there is something to read."""
 
-    def __init__(self, log: TroubledLog) -> None:
+    def __init__(self, log: TroubledLog, hop: CutGroups) -> None:
         super().__init__(log)
-        self._cutter = Cutter(log, cutting(), RUN_ID, CutSettings(), Pulse())
+        self._cutter = Cutter(log, hop, RUN_ID, CutSettings(), Pulse())
 
     def advance(self) -> None:
         self._cutter.run_until(threading.Event())
 
 
-def cutting() -> CutGroups:
-    return CutGroups(RUN_ID, GROUPS_PER_BATCH, staleness_max=4, first_version=0)
+def cutting(kind: type[CutGroups] = CutGroups) -> CutGroups:
+    return kind(RUN_ID, GROUPS_PER_BATCH, staleness_max=4, first_version=0)
 
 
 @dataclass
@@ -186,7 +188,7 @@ class Simulated:
     attempts: int
 
 
-def simulate(seed: int, streams: type[Streams] = Streams) -> Simulated:
+def simulate(seed: int, streams: type[Streams] = Streams, cut: type[CutGroups] = CutGroups) -> Simulated:
     """One run of the field with trouble, until everything has ended and nothing is left to read."""
     chance = random.Random(seed)
     fate = Fate(chance, kill_share=chance.choice((0.0, 0.005, 0.02, 0.06)))
@@ -196,11 +198,11 @@ def simulate(seed: int, streams: type[Streams] = Streams) -> Simulated:
     births: list[Callable[[TroubledLog], Program]] = [
         lambda troubled: Rollouts(troubled, plays),
         lambda troubled: streams(troubled, stores),
-        Cut,
+        lambda troubled: Cut(troubled, cutting(cut)),
     ]
     lives: list[Program | None] = [None] * len(births)
     idle = 0
-    while idle < 40:  # every program has said several times that it has nothing to do
+    while idle < 40:  # most likely, every program has said several times that it has nothing to do
         which = chance.randrange(len(births))
         troubled = TroubledLog(log, fate)
         try:
@@ -217,7 +219,23 @@ def simulate(seed: int, streams: type[Streams] = Streams) -> Simulated:
             troubled.die()
             lives[which] = None
             idle = 0
+    _finish(log, fate, births, lives)
     return Simulated(log, fate, plays.attempts)
+
+
+def _finish(
+    log: MemoryLog,
+    fate: Fate,
+    births: Sequence[Callable[[TroubledLog], Program]],
+    lives: Sequence[Program | None],
+) -> None:
+    """What was left waiting by chance has its turn, in the order of the flow."""
+    fate.at_peace = True
+    for birth, life in zip(births, lives, strict=True):
+        program = life or birth(TroubledLog(log, fate))
+        with suppress(Nothing):
+            while True:
+                program.advance()
 
 
 def simulate_and_check(seeds: range) -> tuple[int, int]:
@@ -300,6 +318,11 @@ def _check_batches(log: MemoryLog) -> None:
         wanted = [member.trajectory_id for group in batch.groups for member in groups[group].members if member.valid]
         assert [member.trajectory_id for member in batch.members] == wanted
     assert restored(log, cutting(), RUN_ID).index_next == len(batches)
+    read = [
+        (d.address, d.event) for d in log.reader(["groups"]).poll(10**6, 0.0) if isinstance(d.event, GroupCompleted)
+    ]
+    again = [log.codec.encode(batch) for batch in cutting().cut_again(read, batches)]
+    assert again == [log.codec.encode(batch) for batch in batches], "batches: cut again, they are others"
 
 
 def _events(log: MemoryLog, topic: str) -> list[Event]:

@@ -3,9 +3,12 @@
 python -m tests.simulation 4711
 """
 
+import msgspec
 import pytest
 
-from tests.simulation.simulator import Streams, check, simulate, simulate_and_check
+from schemas.events import BatchCut
+from streams.hops.groups_to_batches import CutGroups, Cutting
+from tests.simulation.simulator import Simulated, Streams, check, simulate, simulate_and_check
 
 SEEDS = 200
 SEEDS_FOR_A_FAULT = 60
@@ -44,16 +47,32 @@ def test_there_is_trouble() -> None:
     assert max(one.attempts for one in simulated) > 10
 
 
+def fails(simulated: Simulated) -> bool:
+    try:
+        check(simulated)
+    except AssertionError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("faulty", [StateBeforeFacts, OffsetsBeforeState, OffsetsBeforeFacts])
 def test_any_other_order_of_a_commit_is_noticed(faulty: type[Streams]) -> None:
-    def fails(seed: int) -> bool:
-        try:
-            check(simulate(seed, faulty))
-        except AssertionError:
-            return True
-        return False
+    assert any(fails(simulate(seed, streams=faulty)) for seed in range(SEEDS_FOR_A_FAULT))
 
-    assert any(fails(seed) for seed in range(SEEDS_FOR_A_FAULT))
+
+class ForgetsWhatItPassed(CutGroups):
+    def restored(self, state: Cutting | None, batch: BatchCut) -> Cutting:
+        return super().restored(state, msgspec.structs.replace(batch, groups_passed=[]))
+
+
+class KeepsTheOrderOfReading(CutGroups):
+    def _batch(self, state: Cutting) -> BatchCut:
+        return msgspec.structs.replace(super()._batch(state), groups_passed=state.groups_passed)
+
+
+@pytest.mark.parametrize("faulty", [ForgetsWhatItPassed, KeepsTheOrderOfReading])
+def test_batches_that_depend_on_a_restart_or_on_the_order_of_reading_are_noticed(faulty: type[CutGroups]) -> None:
+    assert any(fails(simulate(seed, cut=faulty)) for seed in range(SEEDS_FOR_A_FAULT))
 
 
 def test_a_lost_fact_is_noticed() -> None:

@@ -32,15 +32,17 @@ class Fate:
     kills: int = 0
     places: int = 0
     "where a kill could have been"
+    at_peace: bool = False
+    "nothing goes wrong any more"
 
     def may_kill(self) -> None:
         self.places += 1
-        if self.kills < self.kills_max and self.chance.random() < self.kill_share:
+        if not self.at_peace and self.kills < self.kills_max and self.chance.random() < self.kill_share:
             self.kills += 1
             raise Killed
 
     def happens(self, share: float) -> bool:
-        return self.chance.random() < share
+        return not self.at_peace and self.chance.random() < share
 
 
 @dataclass

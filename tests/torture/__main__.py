@@ -35,8 +35,8 @@ def simulation(quick: bool) -> str:
     seconds = time.monotonic() - began
     return (
         f"{seeds:,} seeds in {seconds:.0f} s: {kills:,} kills at {places:,} places where a program could be killed; "
-        "trajectories, rewards and groups equal those of an undisturbed run byte for byte, no group is in two batches, "
-        "none waits that could be cut"
+        "trajectories, rewards and groups equal those of an undisturbed run byte for byte, and so do batches that are cut "
+        "again from them; no group is in two batches, none waits that could be cut"
     )
 
 
@@ -68,8 +68,8 @@ def kills(quick: bool) -> str:
     by_program = ", ".join(f"{name} {count}" for name, count in sorted(verdict.kills.items()))
     return (
         f"{verdict.kills.total()} times kill -9 in {verdict.seconds:.0f} s over one run of the example job ({by_program}): "
-        f"{verdict.messages:,} messages, {verdict.facts}; {verdict.batches} batches in order, "
-        f"{verdict.groups_cut_twice} groups cut twice; {verdict.versions} versions; "
+        f"{verdict.messages:,} messages, {verdict.facts}; {verdict.batches}; "
+        f"{verdict.versions} versions; "
         f"{verdict.trace_rows:,} trace rows for {verdict.log_events:,} events on the log"
     )
 

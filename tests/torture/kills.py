@@ -20,12 +20,11 @@ from deploy.page import Page
 from deploy.programs import PROGRAMS
 from deploy.resolve import Resolved, load
 from deploy.session import attach
-from schemas.events import BatchCut
 from schemas.job import load_job
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
-from tests.torture.oracle import Compared, compared, events_of, undisturbed
+from tests.torture.oracle import Batches, Compared, compared, events_of, judged_batches, undisturbed
 
 PROJECT = Path(__file__).parent.parent.parent
 PATIENCE_SECONDS = 1800.0
@@ -41,17 +40,16 @@ class Verdict:
     seconds: float
     messages: int
     facts: Compared
-    batches: int
-    batches_in_order: bool
-    groups_cut_twice: int
+    batches: Batches
+    batches_wanted: int
     versions: int
     trace_rows: int
     log_events: int
 
     @property
     def holds(self) -> bool:
-        nothing_wrong = self.facts.lost == self.facts.foreign == self.groups_cut_twice == 0
-        return nothing_wrong and self.batches_in_order and self.trace_rows == self.log_events
+        batches_hold = self.batches.hold and self.batches.count == self.batches_wanted
+        return self.facts.lost == self.facts.foreign == 0 and batches_hold and self.trace_rows == self.log_events
 
 
 def torture(folder: Path, kills_wanted: int, seed: int, steps: int) -> Verdict:
@@ -117,16 +115,13 @@ def judged(log: Log, run: Run, kills: Counter[str], seconds: float, summary: dic
     """Derives everything anew from the messages on the log, in memory, and compares."""
     messages = events_of(log, run.run_id, "messages")
     facts = compared(log, undisturbed(messages, run.run_id, load_job(run.job.module).scorers), run.run_id)
-    batches = [event for event in events_of(log, run.run_id, "batches") if isinstance(event, BatchCut)]
-    cut = Counter(group for batch in batches for group in batch.groups)
     return Verdict(
         kills=kills,
         seconds=seconds,
         messages=len(messages),
         facts=facts,
-        batches=len(batches),
-        batches_in_order=[batch.index for batch in batches] == list(range(run.job.steps)),
-        groups_cut_twice=cut.total() - len(cut),
+        batches=judged_batches(log, run),
+        batches_wanted=run.job.steps,
         versions=summary["weight_versions_published"],
         trace_rows=summary["trace_rows"],
         log_events=summary["log_events"],

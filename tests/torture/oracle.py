@@ -1,18 +1,20 @@
 """What follows from messages when nothing goes wrong, and how a log that saw trouble compares with it."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from schemas.blobs import Blobs
 from schemas.codec import Codec
-from schemas.events import Event
+from schemas.events import BatchCut, Event, GroupCompleted
 from schemas.job import Scorer
 from schemas.registry import MemoryRegistry
+from schemas.run import Run
+from streams.cut import cutting_of
 from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.log.memory import MemoryLog
-from streams.log.protocol import Log
+from streams.log.protocol import Delivery, Log
 
 DERIVED_TOPICS = ("trajectories", "rewards", "groups")
 
@@ -32,9 +34,54 @@ class Compared:
         return f"{self.lost} facts lost, {self.foreign} foreign, {self.repeated} repeated and known by their ids"
 
 
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a run, judged."""
+
+    count: int
+    are_in_order: bool
+    groups_cut_twice: int
+    cut_otherwise: int
+    "that are not the same bytes when they are cut again from the groups on the log"
+    groups: frozenset[str]
+    "in all of them"
+
+    @property
+    def hold(self) -> bool:
+        return self.are_in_order and self.groups_cut_twice == self.cut_otherwise == 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} batches {'' if self.are_in_order else 'not '}in order, {self.groups_cut_twice} groups cut twice, "
+            f"{self.cut_otherwise} other when cut again"
+        )
+
+
+def judged_batches(log: Log, run: Run) -> Batches:
+    """What stands on the log, beside what follows from the groups there."""
+    hop = cutting_of(run)
+    batches = [event for event in events_of(log, run.run_id, "batches") if isinstance(event, BatchCut)]
+    groups = [
+        (delivery.address, delivery.event)
+        for delivery in everything(log, "groups")
+        if isinstance(delivery.event, GroupCompleted) and hop.key(delivery.event) is not None
+    ]
+    encode = _codec().encode
+    cut = Counter(group for batch in batches for group in batch.groups)
+    return Batches(
+        count=len(batches),
+        are_in_order=[batch.index for batch in batches] == list(range(len(batches))),
+        groups_cut_twice=cut.total() - len(cut),
+        cut_otherwise=sum(
+            encode(again) != encode(batch) for again, batch in zip(hop.cut_again(groups, batches), batches, strict=True)
+        ),
+        groups=frozenset(cut),
+    )
+
+
 def undisturbed(messages: Iterable[Event], run_id: str, scorers: Sequence[Scorer] = ()) -> MemoryLog:
     """A log in memory with these messages and all that the hops make of them."""
-    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    log = MemoryLog(_codec())
     append(log, messages)
     Driver(log, hops(scorers, "standardised"), run_id).run_until_caught_up()
     return log
@@ -57,11 +104,18 @@ def append(log: Log, events: Iterable[Event]) -> None:
 
 def events_of(log: Log, run_id: str, *topics: str) -> list[Event]:
     """All events of a run on these topics, in the order in which they are read."""
+    return [d.event for d in everything(log, *topics) if d.event is not None and d.event.meta.run_id == run_id]
+
+
+def everything(log: Log, *topics: str) -> Iterator[Delivery]:
+    """All messages on these topics."""
     reader = log.reader(topics)
-    found: list[Event] = []
     try:
         while not reader.caught_up():
-            found += [d.event for d in reader.poll(5000, 1.0) if d.event and d.event.meta.run_id == run_id]
+            yield from reader.poll(5000, 1.0)
     finally:
         reader.close()
-    return found
+
+
+def _codec() -> Codec:
+    return Codec(MemoryRegistry(), Blobs("memory://"))

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, Literal, cast
 from confluent_kafka import Producer
 
 from schemas.codec import Codec
-from schemas.events import BatchCut, Event
+from schemas.events import Event
 from schemas.metrics import Pulse
 from schemas.run import Run
 from streams import cut
@@ -19,7 +18,7 @@ from streams.config import CutSettings
 from streams.log.connect import codec_of
 from streams.log.kafka import KafkaLog, KafkaTransactor
 from streams.log.protocol import Log
-from tests.torture.oracle import append, events_of
+from tests.torture.oracle import Batches, append, judged_batches
 from tests.torture.own_broker import OwnBroker
 from tests.torture.scenario import GROUPS_PER_BATCH, completed_groups, lag_of, troubled_run
 from tests.torture.stopping import await_that
@@ -33,16 +32,14 @@ class Cut:
     """What the cutters made of the groups."""
 
     groups: int
-    batches: int
-    in_order: bool
-    groups_twice: int
+    batches: Batches
     groups_missing: int
     lag: int
 
     @property
     def holds(self) -> bool:
-        whole = self.batches == self.groups // GROUPS_PER_BATCH
-        return whole and self.in_order and self.groups_twice == self.groups_missing == self.lag == 0
+        whole = self.batches.count == self.groups // GROUPS_PER_BATCH
+        return whole and self.batches.hold and self.groups_missing == self.lag == 0
 
 
 def broker_killed_in_transactions(run: Run, broker: OwnBroker, moments: Sequence[Moment], seed: int) -> Cut:
@@ -144,13 +141,10 @@ def _cutting(run: Run, log: KafkaLog) -> Iterator[None]:
 def cut_of(run: Run, log: Log, written: Sequence[Event]) -> Cut:
     """Waits until every group is committed, and judges the batches."""
     await_that(lambda: lag_of(log, f"cut-{run.run_id}", ["groups"]) == 0, "every group is in a batch")
-    batches = [event for event in events_of(log, run.run_id, "batches") if isinstance(event, BatchCut)]
-    found = Counter(group for batch in batches for group in batch.groups)
+    batches = judged_batches(log, run)
     return Cut(
         groups=len(written),
-        batches=len(batches),
-        in_order=[batch.index for batch in batches] == list(range(len(batches))),
-        groups_twice=found.total() - len(found),
-        groups_missing=len({group.meta.group_id for group in written} - found.keys()),
+        batches=batches,
+        groups_missing=len({group.meta.group_id for group in written} - batches.groups),
         lag=lag_of(log, f"cut-{run.run_id}", ["groups"]),
     )

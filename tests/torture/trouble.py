@@ -31,9 +31,9 @@ def told_of_trouble(run: Run, folder: Path, quick: bool) -> str:
     assert stormed.holds, stormed
     done = ", ".join(f"{act} {count}" for act, count in sorted(Counter(acts).items()))
     return (
-        f"{broker.kills} times kill -9 of the broker inside a transaction: {cut_there.batches} batches, each once and in "
-        f"order; {len(cutters.ends)} times two cutters at once: the older one fenced, {cutters.cut.batches} batches in order, "
-        f"{cutters.cut.groups_twice} groups cut twice; {len(trainers.ends)} times two trainers at once: the older one fenced, "
+        f"{broker.kills} times kill -9 of the broker inside a transaction: {cut_there.batches}; "
+        f"{len(cutters.ends)} times two cutters at once: the older one fenced, {cutters.cut.batches}; "
+        f"{len(trainers.ends)} times two trainers at once: the older one fenced, "
         f"{trainers.batches} steps, each once; workers of the streams that come and go ({done}): {stormed.messages:,} "
         f"messages, {stormed.facts}, {stormed.refused} good ones refused, {stormed.lag} left unread"
     )
