@@ -121,14 +121,17 @@ class Codec:
         data = self._writer(type(event)).write(msgspec.to_builtins(event, builtin_types=(bytes,)))
         return data if len(data) <= EVENT_BYTES_MAX else self._spill(event, data)
 
-    def decode(self, data: bytes, topic: str | None = None) -> Event:
+    def decode(self, data: bytes, topic: str | None = None, unknown_ids: set[int] | None = None) -> Event:
         """The event behind wire bytes. Raises Undecodable with the reason; never anything else for bad bytes.
+
+        `unknown_ids` are schema ids of which the registry has said, when this message was on the log already, that there is
+        no such schema: writers register before they write, so it need not be asked again. More are added.
 
         Raises LogUnavailable when the registry or the blobs would have to be asked and do not answer: then nobody can
         tell whether the bytes are bad, and they have to be read again later."""
-        decoded = self._read(data)
+        decoded = self._read(data, unknown_ids)
         if isinstance(decoded, Spilled):
-            decoded = self._read(self._fetch(decoded))
+            decoded = self._read(self._fetch(decoded), unknown_ids)
         if isinstance(decoded, Spilled):
             raise Undecodable("a spilled event names another spilled event")
         if topic is not None and TOPIC_BY_EVENT[type(decoded)].name != topic:
@@ -165,10 +168,10 @@ class Codec:
         except BlobDamaged as error:
             raise Undecodable(str(error)) from error
 
-    def _read(self, data: bytes) -> Event | Spilled:
+    def _read(self, data: bytes, unknown_ids: set[int] | None = None) -> Event | Spilled:
         if len(data) < _HEADER.size or data[0] != _MAGIC:
             raise Undecodable("no Confluent wire header")
-        reader = self._reader(_HEADER.unpack_from(data)[1])
+        reader = self._reader(_HEADER.unpack_from(data)[1], unknown_ids)
         stream = io.BytesIO(data)
         stream.seek(_HEADER.size)
         try:
@@ -182,12 +185,16 @@ class Codec:
         except msgspec.ValidationError as error:
             raise Undecodable(f"{reader.name} is not valid: {error}") from error
 
-    def _reader(self, schema_id: int) -> _Reader:
+    def _reader(self, schema_id: int, unknown_ids: set[int] | None = None) -> _Reader:
         reader = self._readers.get(schema_id)
         if reader is None:
+            if unknown_ids is not None and schema_id in unknown_ids:
+                raise Undecodable(f"unknown schema id {schema_id}")
             try:
                 written = self._registry.schema_of(schema_id)
             except KeyError as error:
+                if unknown_ids is not None:
+                    unknown_ids.add(schema_id)
                 raise Undecodable(f"unknown schema id {schema_id}") from error
             try:
                 reader = _Reader(written)

@@ -390,9 +390,10 @@ class KafkaReader:
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
         polled = self._polled(events_max, timeout_seconds)
+        unknown_ids: set[int] = set()  # all of it was on the log before the first question
         try:
             return [
-                delivered(self._codec, address, message.key(), value)
+                delivered(self._codec, address, message.key(), value, unknown_ids)
                 for address, message in polled
                 if (value := message.value()) is not None  # a tombstone says that something was removed; it is no event
             ]

@@ -176,8 +176,11 @@ class MemoryReader:
         return self._deliveries(self._log.fetch(self._next, events_max, timeout_seconds))
 
     def _deliveries(self, fetched: list[tuple[Address, _Stored]]) -> list[Delivery]:
+        unknown_ids: set[int] = set()  # all of it was on the log before the first question
         # before anything is passed: what cannot be judged now is fetched again
-        deliveries = [delivered(self._log.codec, address, stored.key, stored.value) for address, stored in fetched]
+        deliveries = [
+            delivered(self._log.codec, address, stored.key, stored.value, unknown_ids) for address, stored in fetched
+        ]
         for address, _ in fetched:
             self._next[address.topic, address.partition] = address.offset + 1
             self._polled.add((address.topic, address.partition))

@@ -25,10 +25,12 @@ class Delivery(msgspec.Struct, frozen=True, gc=False):
     undecodable: str | None
 
 
-def delivered(codec: Codec, address: Address, key: bytes | None, value: bytes) -> Delivery:
-    """A message of the log, decoded if it can be."""
+def delivered(
+    codec: Codec, address: Address, key: bytes | None, value: bytes, unknown_ids: set[int] | None = None
+) -> Delivery:
+    """A message of the log, decoded if it can be; for unknown_ids see Codec.decode."""
     try:
-        return Delivery(address, key, value, codec.decode(value, address.topic), None)
+        return Delivery(address, key, value, codec.decode(value, address.topic, unknown_ids), None)
     except Undecodable as error:
         return Delivery(address, key, value, None, str(error))
 

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -331,3 +332,35 @@ def test_what_cannot_be_judged_is_neither_delivered_nor_passed(opened: OpenLog, 
         seen += [d for d in reader.poll(100, 1.0) if d.event is None or d.event.meta.run_id == run_id]
     reader.close()
     assert [delivery.event for delivery in seen] == events
+
+
+def test_an_unknown_schema_is_asked_for_once_a_poll(opened: OpenLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, or whoever writes with another registry makes every reader wait for an answer at each message; and at every
+    poll anew, or what is registered later would be refused."""
+    log = opened()
+    assert isinstance(log, KafkaLog | MemoryLog)
+    registry = log.codec._registry
+    unknown = 2_000_000_000 + uuid.uuid4().int % 10**8
+    asked: list[int] = []
+    answer = registry.schema_of
+
+    def counted(schema_id: int) -> dict[str, Any]:
+        asked.append(schema_id)
+        return answer(schema_id)
+
+    monkeypatch.setattr(registry, "schema_of", counted)
+    bad = b"\0" + unknown.to_bytes(4) + b"of another registry"
+    reader = log.reader(["steps"])
+    polls = 0
+    for _ in range(2):
+        for _ in range(20):
+            log.append_bytes("steps", b"key", bad)
+        log.flush()
+        found = 0
+        while found < 20:
+            refused = [d.undecodable for d in reader.poll(1000, 1.0) if d.value == bad]
+            assert set(refused) <= {f"unknown schema id {unknown}"}
+            found += len(refused)
+            polls += bool(refused)
+    reader.close()
+    assert asked.count(unknown) == polls

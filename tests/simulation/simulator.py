@@ -49,7 +49,7 @@ class RememberingCodec(Codec):
         super().__init__(MemoryRegistry(), Blobs("memory://"))
         self._remembered = lru_cache(maxsize=20_000)(super().decode)
 
-    def decode(self, data: bytes, topic: str | None = None) -> Event:
+    def decode(self, data: bytes, topic: str | None = None, unknown_ids: set[int] | None = None) -> Event:
         return self._remembered(data, topic)
 
 

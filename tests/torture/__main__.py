@@ -23,6 +23,7 @@ from tests.torture.fuzz_broker import fuzz_on_broker
 from tests.torture.fuzz_programs import ROUNDS, fuzz_programs
 from tests.torture.kills import torture
 from tests.torture.pressure import pressure
+from tests.torture.progress import tell
 from tests.torture.trouble import told_of_trouble
 
 _PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
@@ -43,8 +44,10 @@ def simulation(quick: bool) -> str:
 def fuzzing(quick: bool) -> str:
     began = time.monotonic()
     mutated_per_topic = 1000 if quick else 200_000
+    tell("fuzz: the hops, in memory")
     fuzzed = fuzz(mutated_per_topic, seed=1)
     assert fuzzed.holds, fuzzed
+    tell("fuzz: the Faust app and the cutter, on a broker")
     with local_run("fuzz") as (run, folder):
         on_broker = fuzz_on_broker(run, folder, mutated_per_topic, seed=2)
     assert on_broker.holds, on_broker
@@ -106,6 +109,7 @@ def main() -> int:
         return 2
     only_errors()
     for subject in arguments.subjects or SUBJECTS:
+        tell(subject)
         told = SUBJECTS[subject](arguments.quick)
         print(f"{subject}: {told}", flush=True)
         if not arguments.quick:

@@ -71,13 +71,20 @@ def fuzz(mutated_per_topic: int, seed: int) -> Fuzzed:
     return Fuzzed(mutated, len(rejects), unaddressed, vanished, len(expected), len(expected & found))
 
 
-def harmless(codec: Codec, topic: str, run_id: str, chance: random.Random, seeds: list[bytes]) -> tuple[bytes, bool]:
+def harmless(
+    codec: Codec,
+    topic: str,
+    run_id: str,
+    chance: random.Random,
+    seeds: list[bytes],
+    unknown_ids: set[int] | None = None,
+) -> tuple[bytes, bool]:
     """A mutation that is no event of this run any more, and whether it can be read at all: one that still is an event of
-    the run cannot be told from a good one."""
+    the run cannot be told from a good one. For unknown_ids see Codec.decode."""
     while True:
         value = mutation(chance, seeds)
         try:
-            if codec.decode(value, topic).meta.run_id != run_id:
+            if codec.decode(value, topic, unknown_ids).meta.run_id != run_id:
                 return value, True
         except Undecodable:
             return value, False

@@ -78,9 +78,10 @@ def _spoil(
     chance = random.Random(seed)
     waiting = iter(good)
     bad = 0
+    unknown_ids: set[int] = set()  # nobody registers anything meanwhile
     for number in range(mutated_per_topic):
         for topic in INPUT_TOPICS:
-            value, is_readable = harmless(log.codec, topic, run.run_id, chance, seeds)
+            value, is_readable = harmless(log.codec, topic, run.run_id, chance, seeds, unknown_ids)
             log.append_bytes(topic, chance.randbytes(4), value)
             bad += not is_readable
         if number % max(1, mutated_per_topic // len(good)) == 0 and (following := next(waiting, None)) is not None:
@@ -105,9 +106,10 @@ def _fuzzed(log: KafkaLog, run: Run, quiet: Log, mutated: int, programs: Sequenc
 
 
 def _unreadable(log: KafkaLog) -> Iterator[tuple[Address, bytes]]:
+    unknown_ids: set[int] = set()  # nobody writes any more
     for message in log.messages(INPUT_TOPICS):
         try:
-            log.codec.decode(message.value or b"", message.address.topic)
+            log.codec.decode(message.value or b"", message.address.topic, unknown_ids)
         except Undecodable:
             yield message.address, message.value or b""
 

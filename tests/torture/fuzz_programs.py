@@ -40,6 +40,7 @@ from tests.producers.test_rollouts import Field as RolloutsField
 from tests.simulation.simulator import only_errors
 from tests.torture.fuzz import harmless
 from tests.torture.oracle import events_of
+from tests.torture.progress import tell
 from tests.trainer.episodes import stockroom
 from tests.trainer.test_loop import DEMONSTRATIONS, everything
 from tests.trainer.test_loop import Field as TrainerField
@@ -266,6 +267,7 @@ def fuzz_programs(rounds: int, mutated_per_topic: int) -> Counter[str]:
         mutated: Counter[str] = Counter()
         for name, future in futures:
             mutated[name] += future.result()
+            tell(f"fuzz: {name}, {mutated[name]:,} messages so far")
     return mutated
 
 

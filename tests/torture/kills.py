@@ -25,6 +25,7 @@ from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
 from tests.torture.oracle import Batches, Compared, compared, events_of, judged_batches, undisturbed
+from tests.torture.progress import tell
 
 PROJECT = Path(__file__).parent.parent.parent
 PATIENCE_SECONDS = 1800.0
@@ -109,6 +110,8 @@ def _kill_until_finished(
         if state is not None and state.state == "RUNNING":
             os.kill(state.pid, signal.SIGKILL)
             kills[victim] += 1
+            if kills.total() % 10 == 0:
+                tell(f"kills: {kills.total()} of {kills_wanted}")
 
 
 def judged(log: Log, run: Run, kills: Counter[str], seconds: float, summary: dict[str, Any]) -> Verdict:
