@@ -37,7 +37,7 @@ from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
-from streams.rules.staleness import groups_allowed
+from streams.rules.staleness import admitted, groups_allowed, oldest_version
 
 TOPICS_READ = ("tasks", "rollouts", "trajectories", "groups", "batches", "weights", "serving", "control")
 _SENDER = "scheduler"
@@ -64,6 +64,7 @@ def _tell(plan: "Plan", pulse: Pulse) -> None:
     pulse.gauge("version", plan.version)
     pulse.detail = ("paused; " if plan.is_paused else "") + (
         f"groups: {plan.groups_accepted} accepted, {plan.groups_running} running, {plan.groups_budget} allowed"
+        + (f", {plan.groups_stale} too old to be trained on" if plan.groups_stale else "")
     )
 
 
@@ -147,6 +148,11 @@ class Plan:
         self._accepted: set[str] = set()
         "groups that teach, but for stale ones"
         self._stale: set[str] = set()
+        self._cut: set[str] = set()
+        "groups that are in batches"
+        self._uncut: list[tuple[int, str]] = []
+        "a heap of groups that were accepted before a batch was known to hold them, by the oldest version behind each"
+        self._batches_cut = 0
         self._seconds_sampled: set[int] = set()
         "in which a rollout that a server sampled came to an end that counts"
         self._serving: dict[str, int] = {}
@@ -224,12 +230,35 @@ class Plan:
         self._train_running.discard(group_id)
         self._lessons.completed(group_id, event)
         if event.dropped_because is None and group_id not in self._stale:
-            self._accepted.add(group_id)
+            self._accept(group_id, oldest_version(event))
 
     @apply.register
     def _(self, event: BatchCut) -> None:
+        self._cut.update(event.groups)
+        self._batches_cut = max(self._batches_cut, event.index + 1)
         self._stale.update(event.groups_stale)
         self._accepted.difference_update(event.groups_stale)
+        self._note_stale()
+
+    def _accept(self, group_id: str, oldest: int | None) -> None:
+        if oldest is None:
+            self._stale.add(group_id)  # no batch ever takes it
+            return
+        self._accepted.add(group_id)
+        if group_id not in self._cut:
+            heapq.heappush(self._uncut, (oldest, group_id))
+            self._note_stale()
+
+    def _note_stale(self) -> None:
+        """Gives up groups that no batch to come can take. The cutter tells of them too, but with its next batch, and that
+        it may not be able to cut without the groups that are asked for instead. A batch that is cut already and not
+        read yet holds none of them, since it is of later weights still."""
+        training_version = self._run.job.first_version + self._batches_cut
+        while self._uncut and not admitted(training_version, self._uncut[0][0], self._run.job.staleness_max):
+            _, group_id = heapq.heappop(self._uncut)
+            if group_id not in self._cut:
+                self._stale.add(group_id)
+                self._accepted.discard(group_id)
 
     @apply.register
     def _(self, event: WeightsPublished) -> None:
@@ -292,6 +321,11 @@ class Plan:
     @property
     def groups_accepted(self) -> int:
         return len(self._accepted)
+
+    @property
+    def groups_stale(self) -> int:
+        """Groups that taught something and were too old when they ended, or that no batch may take for another reason."""
+        return len(self._stale)
 
     @property
     def groups_running(self) -> int:

@@ -382,7 +382,7 @@ class BatchCut(Event, frozen=True, kw_only=True):
     groups_stale: list[str]
     "dropped since the batch before, because a member was older than allowed"
     groups_dropped: dict[str, int]
-    "passed over since the batch before, by reason"
+    "passed over since the batch before, by reason: that of the group, or nothing_sampled"
     positions: list[Position]
     "how far the groups topic is consumed by this cut; the cutter's whole state is read back from here"
     groups_passed: list[str] = []

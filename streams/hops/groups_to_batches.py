@@ -16,7 +16,7 @@ from schemas.events import Address, BatchCut, BatchMember, Event, GroupCompleted
 from schemas.ids import derived_id
 from streams.hops.hop import Outcome
 from streams.hops.rewards_to_groups import GROUPED_PURPOSES
-from streams.rules.staleness import admitted
+from streams.rules.staleness import admitted, oldest_version, trained_members
 
 CODE_VERSION = "cut-2"
 
@@ -103,12 +103,11 @@ class CutGroups:
             self._admit(state, group, group_id)
 
     def _admit(self, state: Cutting, group: GroupCompleted, group_id: str) -> None:
-        if group.dropped_because is not None:
-            state.groups_dropped[group.dropped_because] = state.groups_dropped.get(group.dropped_because, 0) + 1
+        dropped = group.dropped_because or (None if trained_members(group) else "nothing_sampled")
+        if dropped is not None:
+            state.groups_dropped[dropped] = state.groups_dropped.get(dropped, 0) + 1
             state.groups_passed.append(group_id)
-            return
-        version = self._first_version + state.index_next
-        if all(admitted(version, m.policy_version_oldest, self._staleness_max) for m in _trained(group)):
+        elif admitted(self._first_version + state.index_next, oldest_version(group), self._staleness_max):
             state.waiting.append(group)
         else:
             state.groups_stale.append(group_id)
@@ -116,8 +115,8 @@ class CutGroups:
     def _batch(self, state: Cutting) -> BatchCut:
         """Everything in it is sorted."""
         groups = sorted(state.waiting, key=lambda group: group.meta.group_id or "")
-        members = [_batch_member(group, member) for group in groups for member in _trained(group)]
-        trained = [member for group in groups for member in _trained(group)]
+        members = [_batch_member(group, member) for group in groups for member in trained_members(group)]
+        trained = [member for group in groups for member in trained_members(group)]
         return BatchCut(
             meta=self._meta(state.index_next, groups),
             index=state.index_next,
@@ -148,11 +147,6 @@ class CutGroups:
             causation_id=newest.meta.id,
             purpose=newest.meta.purpose,
         )
-
-
-def _trained(group: GroupCompleted) -> list[GroupMember]:
-    """Members that a batch takes: judged, and with something the policy said."""
-    return [member for member in group.members if member.valid and member.tokens_sampled > 0]
 
 
 def _batch_member(group: GroupCompleted, member: GroupMember) -> BatchMember:

@@ -91,20 +91,36 @@ def ended(
     )
 
 
-def completed(request: RolloutRequested, dropped_because: str | None = None) -> GroupCompleted:
-    meta = msgspec.structs.replace(request.meta, topic="groups", trajectory_id=None)
+def completed(request: RolloutRequested, dropped_because: str | None = None, version: int | None = 1) -> GroupCompleted:
+    """A group of which one member counts, sampled by this version."""
+    member = GroupMember(
+        index=0,
+        trajectory_id=request.meta.trajectory_id or "",
+        attempt_id="a",
+        trajectory=Address("trajectories", 0, 0),
+        reward=1.0,
+        advantage=0.0,
+        valid=True,
+        tokens_sampled=1,
+        policy_version_oldest=version,
+    )
     return GroupCompleted(
-        meta=meta, scorer_set="", members=[], reward_mean=0, reward_deviation=0, dropped_because=dropped_because
+        meta=msgspec.structs.replace(request.meta, topic="groups", trajectory_id=None),
+        scorer_set="",
+        members=[member],
+        reward_mean=0,
+        reward_deviation=0,
+        dropped_because=dropped_because,
     )
 
 
-def cut(*stale: str) -> BatchCut:
+def cut(*stale: str, index: int = 0, groups: Sequence[str] = ()) -> BatchCut:
     return BatchCut(
         meta=Meta(id="b", run_id=RUN_ID, category="batch", topic="batches", sender="cut", timestamp=0),
-        index=0,
-        base_version=1,
+        index=index,
+        base_version=1 + index,
         members=[],
-        groups=[],
+        groups=list(groups),
         tokens_sampled=0,
         policy_floor=0,
         groups_stale=list(stale),
@@ -409,6 +425,51 @@ def test_a_group_that_taught_nothing_is_replaced(run: Run) -> None:
     assert len(asked(plan.decide(0))) == 3
 
 
+def groups_asked(plan: Plan) -> list[list[RolloutRequested]]:
+    """The groups that are asked for next."""
+    requests = asked(plan.decide(0))
+    return [requests[place : place + 3] for place in range(0, len(requests), 3)]
+
+
+@pytest.mark.parametrize("version", [0, None])
+def test_groups_that_no_batch_can_take_are_replaced_before_a_batch_tells_of_them(run: Run, version: int | None) -> None:
+    """The cutter tells of stale groups with its next batch. Where too many are stale for one, it never would."""
+    run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, staleness_max=0))
+    plan = ready(run, *tasks(30))
+    first = groups_asked(plan)
+    assert len(first) == 8
+    assert plan.decide(0) == []
+    for requests in first[:5]:
+        apply_all(plan, [*(ended(request) for request in requests), completed(requests[0], version=version)])
+    assert len(groups_asked(plan)) == 5
+    assert (plan.groups_accepted, plan.groups_running, plan.groups_stale) == (0, 8, 5)
+
+
+def test_the_last_batch_of_a_run_is_not_waited_for_when_its_groups_have_become_too_old(run: Run) -> None:
+    run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, steps=2, staleness_max=0))
+    plan = ready(run, *tasks(30))
+    *early, late = groups_asked(plan)
+    ends = [event for group in early for event in (*(ended(request) for request in group), completed(group[0]))]
+    apply_all(plan, ends)
+    held = [group[0].meta.group_id or "" for group in early[:4]]
+    apply_all(plan, [cut(groups=held), published(2), loaded(2)])
+    # the other three early ones were sampled by version 1 and the batch to come is of version 2
+    assert len(groups_asked(plan)) == 7
+    apply_all(plan, [*(ended(request) for request in late), completed(late[0])])
+    assert (plan.groups_accepted, plan.groups_stale) == (4, 4)
+
+
+def test_groups_of_batches_are_not_taken_for_stale_whatever_is_read_first(run: Run) -> None:
+    run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, staleness_max=1))
+    requests = [group[0] for group in groups_asked(ready(run, *tasks(30)))]
+    groups = [completed(request, version=1 + number // 4) for number, request in enumerate(requests)]
+    ids = [group.meta.group_id or "" for group in groups]
+    batches = [cut(index=0, groups=ids[:4]), cut(index=1, groups=ids[4:]), cut(index=2), cut(index=3)]
+    for history in ([*groups, *batches], [*batches, *groups], [*groups[4:], *batches[:1], *groups[:4], *batches[1:]]):
+        plan = ready(run, *history)
+        assert (plan.groups_accepted, plan.groups_stale) == (8, 0)
+
+
 CURRICULUM = msgspec.structs.replace(SETTINGS, curriculum="pass_rate", curriculum_tags=["level"])
 PASS_RATES = {"hopeless": 0.0, "hard": 0.02, "middling": 0.5, "easy": 0.98, "known": 1.0}
 
@@ -426,17 +487,7 @@ def levelled(count: int) -> list[TaskSubmitted]:
 
 def judged(requests: list[RolloutRequested], rewards: list[float], version: int) -> GroupCompleted:
     members = [
-        GroupMember(
-            index=index,
-            trajectory_id=request.meta.trajectory_id or "",
-            attempt_id="a",
-            trajectory=Address("trajectories", 0, 0),
-            reward=reward,
-            advantage=0.0,
-            valid=True,
-            tokens_sampled=1,
-            policy_version_oldest=version,
-        )
+        msgspec.structs.replace(completed(request, version=version).members[0], index=index, reward=reward)
         for index, (request, reward) in enumerate(zip(requests, rewards, strict=True))
     ]
     found = completed(requests[0], teaches_nothing(rewards))

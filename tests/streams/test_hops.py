@@ -27,7 +27,7 @@ from schemas.packed import pack_tokens, token_count, unpack_logprobs, unpack_tok
 from schemas.registry import MemoryRegistry
 from streams.driver import Driver
 from streams.hops.flow import hops
-from streams.hops.groups_to_batches import CutGroups
+from streams.hops.groups_to_batches import CutGroups, Cutting
 from streams.hops.messages_to_trajectories import Assemble, Assembly
 from streams.log.memory import MemoryLog
 from streams.rules.dead_letter import TooManyRejects
@@ -315,6 +315,23 @@ def test_the_cutter_reads_its_state_back_from_its_batches(log: MemoryLog) -> Non
             state = outcome.state
             restarted += [event for event in outcome.events if isinstance(event, BatchCut)]
     assert kept + restarted == whole
+
+
+def test_groups_in_which_the_policy_said_nothing_are_passed_over(log: MemoryLog) -> None:
+    for messages in groups(20):
+        append(log, messages)
+    Driver(log, hops((), "centred"), RUN_ID).run_until_caught_up()
+    cutter = CutGroups(RUN_ID, groups_per_batch=3, staleness_max=100, first_version=1)
+    state, passed = None, 0
+    for number, group in enumerate(on(log, "groups")):
+        assert isinstance(group, GroupCompleted)
+        silent = replace(group, members=[replace(member, tokens_sampled=0) for member in group.members])
+        outcome = cutter.step(state, silent, Address("groups", 0, number))
+        assert outcome.events == ()
+        state = cast(Cutting, outcome.state)
+        passed += group.dropped_because is None
+    assert state is not None
+    assert state.groups_dropped["nothing_sampled"] == passed >= 3
 
 
 def test_garbage_becomes_rejects_and_good_messages_between_go_through(log: MemoryLog) -> None:
