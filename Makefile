@@ -8,17 +8,17 @@ BIN := .venv/bin
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: setup ## install, start the local stack, run the default job, show it live (make run ARGS="--seed 1 --exit")
+run: setup ## install, start the field, run the default job on it, show it live (make run ARGS="--seed 1 --exit")
 	@$(BIN)/replayground run $(ARGS)
 
-test: setup ## install, then the whole test suite on its own real broker, registry and servers (ARGS="tests/deploy -k port")
+test: check ## install, check, then the whole test suite on its own real broker, registry and servers (ARGS="tests/deploy -k port")
 	@$(BIN)/pytest $(ARGS)
 
 check: setup ## format, lint, types and imports
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy $(PACKAGES)
-	$(BIN)/lint-imports
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary $(PACKAGES) bench
+	@$(BIN)/lint-imports > /dev/null || $(BIN)/lint-imports
 
 bench: setup ## measure this system beside its peers and the bare parts (ARGS="--quick")
 	@$(BIN)/python -m bench $(ARGS)
@@ -29,13 +29,13 @@ escapes: setup ## every attempt to get out of a sandbox, on every isolation here
 torture: setup ## kills, fuzz and simulation at length; writes docs/reliability.md (ARGS="--quick")
 	@$(BIN)/python -m tests.torture $(ARGS)
 
-up: setup ## start the stack and the job in the background
+up: setup ## start the field in the background: log, blobs, traces and the web page
 	@$(BIN)/replayground up $(ARGS)
 
-down: ## drain and stop what `make up` started
+down: ## drain and stop the runs and the field
 	@$(BIN)/replayground down $(ARGS)
 
-status: ## what is running, and how far it is
+status: ## what is running: the field and its runs
 	@$(BIN)/replayground status $(ARGS)
 
 setup: ## install all that is needed, once; nothing is downloaded twice
@@ -44,9 +44,9 @@ setup: ## install all that is needed, once; nothing is downloaded twice
 lock: ## resolve the Python environment anew and write requirements.lock
 	@python3 deploy/install.py lock
 
-clean: ## remove what the tools left behind (environment, downloads and runs stay)
+clean: ## remove what the tools left behind (environment, downloads and the field stay)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find $(PACKAGES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## also remove the environment and the downloads (runs stay)
+distclean: clean ## also remove the environment and the downloads (the field stays)
 	rm -rf .venv .tools .cache

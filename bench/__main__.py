@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.plots import FOLDER
 
-SUBJECTS = ("log", "rollouts", "sandboxes")
+SUBJECTS = ("log", "rollouts", "sandboxes", "endless", "shared")
 _PAGE = Path(__file__).parent.parent / "docs" / "bench.md"
 
 

@@ -87,7 +87,7 @@ def measure(quick: bool) -> dict[str, float]:
 def _log() -> Iterator[tuple[Addresses, Codec, Path]]:
     """A broker and a registry with nothing on them."""
     with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, local_log(Path(folder)) as addresses:
-        codec = Codec(ConfluentRegistry(addresses.registry_url), Blobs(addresses.blobs_url))
+        codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
         yield addresses, codec, Path(folder)
         codec.close()
 
@@ -114,7 +114,7 @@ def _codec(codec: Codec, count: int) -> dict[str, float]:
 def _broker(addresses: Addresses, codec: Codec, count: int) -> dict[str, float]:
     events = [turn(number, 24) for number in range(count)]
     records = [msgspec.to_builtins(event, builtin_types=(bytes,)) for event in events]
-    log = KafkaLog(addresses.bootstrap_servers, codec)
+    log = KafkaLog(addresses.log, codec)
     produce = [
         (_seconds(lambda: _bare_produce(addresses, records)), _seconds(lambda: _typed_produce(log, events)))
         for _ in range(3)
@@ -134,7 +134,7 @@ def _broker(addresses: Addresses, codec: Codec, count: int) -> dict[str, float]:
 
 def _driver(addresses: Addresses, codec: Codec, groups_count: int) -> dict[str, float]:
     """All hops by the driver, beside a bare loop that consumes, decodes, encodes and produces in transactions."""
-    log = KafkaLog(addresses.bootstrap_servers, codec)
+    log = KafkaLog(addresses.log, codec)
     messages = _append_messages(log, groups_count)
     bare = messages / _seconds(lambda: _bare_transactions(addresses, messages))
     driver = Driver(log, hops((), "standardised"), _RUN_ID)
@@ -150,15 +150,14 @@ def _driver(addresses: Addresses, codec: Codec, groups_count: int) -> dict[str, 
 
 def _app(addresses: Addresses, codec: Codec, folder: Path, groups_count: int) -> dict[str, float]:
     """The same by the Faust app."""
-    log = KafkaLog(addresses.bootstrap_servers, codec)
+    log = KafkaLog(addresses.log, codec)
     messages = _append_messages(log, groups_count)
     log.close()
     run = Run(
         run_id=_RUN_ID,
         seed=0,
         job=JobSettings(module="producers.stockroom"),
-        bootstrap_servers=addresses.bootstrap_servers,
-        registry_url=addresses.registry_url,
+        log=addresses.log,
         blobs_url=addresses.blobs_url,
     )
     return {"faust_app_per_second": _taken(messages) / _app_seconds(run, folder, _taken(messages))}
@@ -198,15 +197,15 @@ def _app_seconds(run: Run, folder: Path, events: int) -> float:
 def _bare_transactions(addresses: Addresses, count: int) -> None:
     """A plain exactly-once loop: 1,000 messages a transaction."""
     consumer = Consumer(
-        {"bootstrap.servers": addresses.bootstrap_servers, "group.id": "bare-eos", "enable.auto.commit": False}
+        {"bootstrap.servers": addresses.log.bootstrap_servers, "group.id": "bare-eos", "enable.auto.commit": False}
     )
     consumer.assign([TopicPartition("messages", partition, 0) for partition in range(4)])
     producer = Producer(
-        {"bootstrap.servers": addresses.bootstrap_servers, "transactional.id": "bare", "compression.type": "lz4"}
+        {"bootstrap.servers": addresses.log.bootstrap_servers, "transactional.id": "bare", "compression.type": "lz4"}
     )
     producer.init_transactions(30)
     schemas = {kind.__name__: fastavro.parse_schema(schema_of(kind)) for kind in TOPIC_BY_NAME["messages"].events}
-    registry = ConfluentRegistry(addresses.registry_url)
+    registry = ConfluentRegistry(addresses.log.registry_url)
     by_id: dict[bytes, Any] = {}
     seen = 0
     while seen < count:
@@ -269,7 +268,7 @@ def _bare_produce(addresses: Addresses, records: list[dict[str, Any]]) -> None:
     schema = fastavro.parse_schema(schema_of(TurnGenerated))
     producer = Producer(
         {
-            "bootstrap.servers": addresses.bootstrap_servers,
+            "bootstrap.servers": addresses.log.bootstrap_servers,
             "acks": "all",
             "enable.idempotence": True,
             "partitioner": "murmur2_random",
@@ -301,7 +300,7 @@ def _typed_consume(log: KafkaLog, count: int) -> None:
 def _bare_consume(addresses: Addresses, count: int) -> None:
     schema = fastavro.parse_schema(schema_of(TurnGenerated))
     consumer = Consumer(
-        {"bootstrap.servers": addresses.bootstrap_servers, "group.id": "bare", "enable.auto.commit": False}
+        {"bootstrap.servers": addresses.log.bootstrap_servers, "group.id": "bare", "enable.auto.commit": False}
     )
     consumer.assign([TopicPartition("messages", partition, 0) for partition in range(4)])
     seen = 0

@@ -238,7 +238,7 @@ class _Site:
     def opened(cls, folder: Path) -> "Iterator[_Site]":
         with local_log(folder) as addresses:
             blobs = Blobs(addresses.blobs_url)
-            codec = Codec(ConfluentRegistry(addresses.registry_url), blobs)
+            codec = Codec(ConfluentRegistry(addresses.log.registry_url), blobs)
             yield cls(addresses, make_model(ModelSettings(), load_job(stockroom.__name__), 0), blobs, codec)
             codec.close()
 
@@ -247,8 +247,7 @@ class _Site:
             run_id=f"{name}-{uuid.uuid4().hex[:8]}",
             seed=0,
             job=JobSettings(module=module, demonstrations=0),
-            bootstrap_servers=self.addresses.bootstrap_servers,
-            registry_url=self.addresses.registry_url,
+            log=self.addresses.log,
             blobs_url=self.addresses.blobs_url,
             worker=name,
         )
@@ -275,7 +274,7 @@ class _Worker:
 
     def __init__(self, site: _Site, run: Run, settings: RolloutsSettings, backend: str) -> None:
         self._run = run
-        self._log = KafkaLog(site.addresses.bootstrap_servers, site.codec)
+        self._log = KafkaLog(site.addresses.log, site.codec)
         self._log.append(site.weights(run))
         self._log.flush()
         self._reader = self._log.reader(["messages"])

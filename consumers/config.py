@@ -56,14 +56,23 @@ class ReloaderSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The program that keeps the trace store and serves SQL and the web page. TOML section [traces]."""
+    """The program that keeps the trace store and serves SQL and the web page. TOML section [traces].
+
+    There is one for the whole field. With follow = false it needs no log: it opens the store that is there, and answers all
+    but `finish` and `reconcile`, which compare with the log. Nothing else may have a chdb store open at the same time.
+    """
 
     dsn: str = "chdb:///tmp/replayground-traces"
     "chdb:///folder for ClickHouse in this process, or clickhouse://user:password@host:port/database for a server"
     database: str = "replayground"
     "name of the database; made when it is not there"
     port: int = 8200
-    "port on loopback of the web page and the SQL interface"
+    "port of the web page and the SQL interface"
+    bind: str = "127.0.0.1"
+    """address that page, SQL interface, /healthz and /metrics listen on. Nobody is asked who they are: on anything but loopback,
+    put a proxy that does in front of it"""
+    follow: bool = True
+    "false = read nothing from the log: serve the page and SQL over the store as it is, while the rest of the field is down"
     batch_rows_max: int = 10_000
     "rows inserted at once at most"
     batch_bytes_max: int = 16 * 1024 * 1024

@@ -1,15 +1,17 @@
-"""The traces program: every topic of the log into ClickHouse, and the web page, SQL and reports over it.
+"""The traces program: every topic of every run into ClickHouse, and the web page, SQL and reports over it.
 
     TraceWriter   deliveries → rows → one insert → commit, bounded by rows, by bytes and by time
     LagWatch      asks the log every few seconds how far each stage is behind
     web           (consumers.dashboard.web) the page and the interface, in a thread of this process
 
-Only this process opens the store. The store itself says how far it has come: what it has already is passed over, so a
-crash between insert and commit, or a commit that failed, adds nothing twice (P9).
+It belongs to the field, not to a run. Only this process opens the store. The store itself says how far it has come: what it
+has already is passed over, so a crash between insert and commit, or a commit that failed, adds nothing twice (P9); and a
+store that was removed is filled again from the beginning of the log, wherever the group stands.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import structlog
@@ -17,15 +19,16 @@ import structlog
 from consumers.clickhouse import queries
 from consumers.clickhouse.deliveries import delivery_row
 from consumers.clickhouse.rows import Row
-from consumers.clickhouse.store import Place, Store
+from consumers.clickhouse.store import Place, Store, must_exist
 from consumers.config import TracesSettings
 from consumers.lag_watch import LagWatch
-from schemas.errors import BadInput, LogUnavailable
-from schemas.events import Address
+from schemas.errors import BadInput, LogBroken, LogUnavailable
+from schemas.events import Position
 from schemas.ids import now_microseconds
 from schemas.metrics import Pulse
+from schemas.programs import ACCESS_BY_PROGRAM
 from schemas.run import Run
-from schemas.topics import TOPIC_BY_NAME, TOPICS
+from schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
 from streams.log.connect import open_log
 from streams.log.protocol import Delivery, Log, Reader
 from streams.rules.dead_letter import rejected
@@ -34,21 +37,29 @@ _STAGE = "traces"
 _REST_SECONDS = 0.1
 _POLL_EVENTS_MAX = 250
 "decoded at once: as rows their size is counted, while events that were spilled to blobs are far larger than their messages"
-_FORGETTING = ("control", "weights")
-"topics whose old messages may be removed from the log by age or by a tombstone"
+_NAMES = [topic.name for topic in TOPICS]
+_KEPT = [topic.name for topic in TOPICS if not topic.compacted and topic.retention_milliseconds == FOREVER]
+"topics of which no message is ever removed"
 
 _log = structlog.get_logger(__name__)
 
 
 def run(run: Run, settings: TracesSettings, pulse: Pulse, stop: threading.Event) -> None:
-    """Writes traces and serves the page until stopped."""
-    from consumers.dashboard.web import WebServer  # after the settings are known to be good: it takes seconds to import
+    """Writes traces and serves the page until stopped. Raises BadInput, StoreFailed, LogUnavailable."""
+    if settings.follow:
+        _follow(run, settings, pulse, stop)
+    else:
+        _serve(settings, pulse, stop)
+
+
+def _follow(run: Run, settings: TracesSettings, pulse: Pulse, stop: threading.Event) -> None:
+    from consumers.dashboard.web import Source, WebServer  # once the settings are known to be good: it takes seconds
 
     log = open_log(run)
     store = Store(settings.dsn, settings.database, settings.threads)
-    lag = LagWatch(log, run, pulse)
+    lag = LagWatch(log, pulse)
     writer = TraceWriter(log, store, run, settings, pulse)
-    web = WebServer(store, log, run, settings, lag, writer)
+    web = WebServer(store, settings, Source(log, lag, writer))
     try:
         lag.start()
         web.start()
@@ -61,6 +72,22 @@ def run(run: Run, settings: TracesSettings, pulse: Pulse, stop: threading.Event)
         log.close()
 
 
+def _serve(settings: TracesSettings, pulse: Pulse, stop: threading.Event) -> None:
+    """The store as it is, without the log."""
+    from consumers.dashboard.web import WebServer
+
+    must_exist(settings.dsn)
+    store = Store(settings.dsn, settings.database, settings.threads)
+    web = WebServer(store, settings, None)
+    try:
+        web.start()
+        pulse.detail = f"page on http://127.0.0.1:{settings.port}, not following the log"
+        stop.wait()
+    finally:
+        web.stop()
+        store.close()
+
+
 class TraceWriter:
     """Brings the log into the store. `write_until` belongs to one thread; `await_caught_up` may be called by any."""
 
@@ -68,7 +95,7 @@ class TraceWriter:
         self._log = log
         self._store = store
         self._run_id = run.run_id
-        self._group = f"traces-{run.run_id}"
+        self._group = ACCESS_BY_PROGRAM[_STAGE].group_of(run.run_id)
         self._settings = settings
         self._pulse = pulse
         self._following: dict[Place, int] = store.next_offsets()
@@ -79,7 +106,8 @@ class TraceWriter:
         """Reads and inserts until stopped; what was read is inserted before it returns. Raises StoreFailed,
         LogUnavailable, and BadInput when the store was filled from another log."""
         self._must_be_of_this_log()
-        reader = self._log.reader([topic.name for topic in TOPICS], group=self._group)
+        self._go_back_to_store()
+        reader = self._log.reader(_NAMES, group=self._group)
         try:
             while not stop.is_set():
                 rows, events = self._gathered(reader, stop)
@@ -99,15 +127,18 @@ class TraceWriter:
         self._insert(self._rows(deliveries), len(deliveries))
 
     def _rows(self, deliveries: Sequence[Delivery]) -> list[Row]:
-        """The rows of what the store does not have yet."""
-        new = [delivery for delivery in deliveries if self._is_new(delivery)]
+        """The rows of what was not taken yet. Counted as taken from here on, not from the insert: a reader that slept past its
+        session is given again what it was given before, also what waits to be inserted."""
+        new: list[Delivery] = []
+        for delivery in deliveries:
+            if self._is_new(delivery):
+                new.append(delivery)
+                self._following[delivery.address.topic, delivery.address.partition] = delivery.address.offset + 1
         self._reject(new)  # before the insert: what the store has is never looked at again
         return [delivery_row(delivery) for delivery in new]
 
     def _insert(self, rows: list[Row], events: int) -> None:
         self._store.insert(rows)
-        for row in rows:
-            self._following[row["topic"], row["partition"]] = row["offset"] + 1
         self._pulse.count("events_read", events)
 
     def _reject(self, deliveries: Sequence[Delivery]) -> None:
@@ -158,18 +189,57 @@ class TraceWriter:
 
     def _must_be_of_this_log(self) -> None:
         """Offsets say what the store has already: on a log that was begun anew they would hide its first events."""
-        for topic, partition, offset, event_id in self._store.ask(queries.LAST_EVENTS).rows:
-            if topic in _FORGETTING:
-                continue
-            try:
-                (event,) = self._log.read_at([Address(topic, partition, offset)])
-            except LookupError:
-                event = None
-            if event is None or event.meta.id != event_id:
-                raise BadInput(
-                    f"the trace store {self._settings.dsn} was filled from another log ({topic}/{partition} at {offset} "
-                    "differs): set [traces] dsn to another folder, or remove that one to have it filled again"
-                )
+        last = {
+            (topic, partition): (offset, event_id)
+            for topic, partition, offset, event_id in self._store.ask(queries.LAST_EVENTS).rows
+            if topic in _KEPT
+        }
+        differing = self._differing(last)
+        if differing is not None:
+            raise BadInput(
+                f"the trace store {self._settings.dsn} was filled from another log ({differing}): set [traces] dsn to another "
+                "folder, or remove that one to have it filled again"
+            )
+
+    def _differing(self, last: dict[Place, tuple[int, str]]) -> str | None:
+        """Where the log does not have the last event that the store has of a partition. Of all partitions at once: one by one
+        it took a quarter of a second each."""
+        if not last:
+            return None
+        ends = [end for end in self._log.end_positions(_KEPT) if (end.topic, end.partition) not in last]
+        starts = [Position(topic=t, partition=p, offset=offset) for (t, p), (offset, _) in last.items()]
+        try:
+            reader = self._log.reader(_KEPT, start=[*starts, *ends])
+        except LogBroken as error:
+            return str(error)
+        try:
+            while last and not reader.caught_up():
+                for delivery in reader.poll(_POLL_EVENTS_MAX, _REST_SECONDS):
+                    address = delivery.address
+                    wanted = last.pop((address.topic, address.partition), None)
+                    found = (address.offset, delivery.event.meta.id if delivery.event is not None else None)
+                    if wanted is not None and found != wanted:
+                        return f"{address.topic}/{address.partition} at {wanted[0]} differs"
+        finally:
+            reader.close()
+        return f"{len(last)} partitions end before the last event of the store" if last else None
+
+    def _go_back_to_store(self) -> None:
+        """The group may be ahead of the store, when rows were lost or the store was removed: what is between the two would
+        never be read. Raises LogUnavailable."""
+        in_store: Counter[str] = Counter()
+        for (topic, _), following in self._following.items():
+            in_store[topic] += following
+        standing = self._log.standing(self._group, _KEPT)
+        if all(standing[topic].committed <= in_store[topic] for topic in _KEPT):
+            return
+        _log.warning("store_behind_group", group=self._group)
+        reader = self._log.reader(_NAMES, group=self._group, alone=True)
+        try:
+            places = [(end.topic, end.partition) for end in self._log.end_positions(_NAMES)]
+            reader.commit([Position(topic=t, partition=p, offset=self._following.get((t, p), 0)) for t, p in places])
+        finally:
+            reader.close()
 
 
 def _commit(reader: Reader) -> None:

@@ -4,6 +4,9 @@ The checksum of a partition is the sum of the CRC-32 of every row's offset, id a
 has, this program over what the rows of the log ought to be. A partition whose sums differ is compared row by row. It is
 mended by removing every row at an offset where something is wrong and inserting what the log says there.
 
+Of one run, only its own events and rows are compared, from where it started on. What cannot be read belongs to no run and is
+compared only with the whole field.
+
 Not covered: a row beyond the end of the log also hides from the running trace writer what is appended there later; once it
 is removed, restart the traces program or reconcile again.
 """
@@ -18,6 +21,7 @@ from msgspec.structs import replace
 from consumers.clickhouse.deliveries import delivery_row
 from consumers.clickhouse.rows import Row
 from consumers.clickhouse.store import Place, Store
+from schemas.events import Position
 from schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
 from streams.log.protocol import Delivery, Log, Reader
 
@@ -28,6 +32,7 @@ _STRETCH = """
 FROM events WHERE topic = {topic:String} AND partition = {partition:Int32}
 AND offset >= {first:Int64} AND offset < {following:Int64}
 """
+_OF_RUN = "AND run_id = {run:String}"
 _SUMS = f"SELECT count(), sum(CRC32(concat(toString(offset), ' ', id, ' ', body))) {_STRETCH}"
 _ROWS = f"SELECT offset, CRC32(concat(toString(offset), ' ', id, ' ', body)) {_STRETCH}"
 
@@ -53,11 +58,28 @@ class Compared(Struct, frozen=True, kw_only=True):
     "whether the two say the same now, by a second comparison if something was mended"
 
 
+class Scope(Struct, frozen=True, kw_only=True):
+    """What is compared: one run from where it started, or, by default, the whole field."""
+
+    run_id: str | None = None
+    start: tuple[Position, ...] = ()
+
+    def has(self, row: Row) -> bool:
+        return self.run_id is None or row.get("run_id") == self.run_id
+
+    def first(self, place: Place) -> int:
+        return next((p.offset for p in self.start if (p.topic, p.partition) == place), 0)
+
+    def of(self, sql: str) -> str:
+        return sql if self.run_id is None else sql + _OF_RUN
+
+
 class _Stretch:
     """What the log has of a partition."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, scope: Scope) -> None:
         self.topic, self.partition = place
+        self.scope = scope
         self.events = 0
         self.checksum = 0
         self.first: int | None = None
@@ -74,9 +96,22 @@ class _Stretch:
         return {
             "topic": self.topic,
             "partition": self.partition,
-            "first": self.first or 0,
+            "first": self._first,
             "following": self.following,
+            "run": self.scope.run_id,
         }
+
+    @property
+    def _first(self) -> int:
+        """Where comparing begins. A topic may have forgotten what was before its first event."""
+        if self.first is None or (self.scope.run_id is not None and not self._forgets):
+            return self.scope.first((self.topic, self.partition))
+        return self.first
+
+    @property
+    def _forgets(self) -> bool:
+        topic = TOPIC_BY_NAME.get(self.topic)
+        return topic is not None and (topic.compacted or topic.retention_milliseconds != FOREVER)
 
     @property
     def may_have_holes(self) -> bool:
@@ -86,8 +121,7 @@ class _Stretch:
     def reach(self, following: int) -> None:
         """Also covers rows up to here: the log was read after they were in the store, so an event of theirs would have been
         found. A topic that forgets may have had it once."""
-        topic = TOPIC_BY_NAME.get(self.topic)
-        if topic is None or not (topic.compacted or topic.retention_milliseconds != FOREVER):
+        if not self._forgets:
             self.following = max(self.following, following)
 
 
@@ -117,23 +151,33 @@ class _Differences:
         return sorted(self._in_store)
 
 
-def reconcile(log: Log, store: Store, await_written: Callable[[], None], repair: bool) -> list[Compared]:
-    """Compares everything that is on the log now. `await_written` returns when the store has been given all of it.
+WHOLE_FIELD = Scope()
+
+
+def reconcile(
+    log: Log, store: Store, await_written: Callable[[], None], repair: bool, scope: Scope = WHOLE_FIELD
+) -> list[Compared]:
+    """Compares everything of the scope that is on the log now. `await_written` returns when the store has been given all of it.
 
     What the log has forgotten (by age, or because a newer value stands for it) is not held against the store."""
     before = store.next_offsets()
-    stretches = {place: _Stretch(place) for place in before}
-    reader = log.reader([topic.name for topic in TOPICS])
+    stretches = {place: _Stretch(place, scope) for place in before}
+    reader = log.reader([topic.name for topic in TOPICS], start=scope.start)
     try:
         for delivery in _everything(reader):
             place = (delivery.address.topic, delivery.address.partition)
-            stretches.setdefault(place, _Stretch(place)).add(delivery_row(delivery))
+            row = delivery_row(delivery)
+            if scope.has(row):
+                stretches.setdefault(place, _Stretch(place, scope)).add(row)
     finally:
         reader.close()
     await_written()
     for place, following in before.items():
         stretches[place].reach(following)
-    return [_compared(log, store, stretch, repair) for _, stretch in sorted(stretches.items())]
+    compared = [_compared(log, store, stretch, repair) for _, stretch in sorted(stretches.items())]
+    if scope.run_id is None:
+        return compared
+    return [place for place in compared if place.log_events or place.store_rows]
 
 
 def checksum(row: Row) -> int:
@@ -146,7 +190,7 @@ def _everything(reader: Reader) -> Iterator[Delivery]:
 
 
 def _compared(log: Log, store: Store, stretch: _Stretch, repair: bool) -> Compared:
-    ((rows, total),) = store.ask(_SUMS, stretch.question).rows
+    ((rows, total),) = store.ask(stretch.scope.of(_SUMS), stretch.question).rows
     seen = Compared(topic=stretch.topic, partition=stretch.partition, log_events=stretch.events, store_rows=int(rows))
     if int(rows) == stretch.events and int(total) == stretch.checksum:
         return seen
@@ -190,7 +234,7 @@ class _Mending:
 
 def _differences(log: Log, store: Store, stretch: _Stretch, mending: _Mending | None) -> _Differences:
     in_store: defaultdict[int, list[int]] = defaultdict(list)
-    for offset, of_row in store.ask(_ROWS, stretch.question).rows:
+    for offset, of_row in store.ask(stretch.scope.of(_ROWS), stretch.question).rows:
         in_store[int(offset)].append(int(of_row))
     found = _Differences(in_store)
     for row in _rows_of(log, stretch):
@@ -206,11 +250,13 @@ def _rows_of(log: Log, stretch: _Stretch) -> Iterator[Row]:
     """The partition read again, as far as it was read the first time."""
     if not stretch.events:
         return
-    reader = log.reader([stretch.topic])
+    reader = log.reader([stretch.topic], start=stretch.scope.start)
     try:
         for delivery in _everything(reader):
             address = delivery.address
             if address.partition == stretch.partition and address.offset < stretch.following:
-                yield delivery_row(delivery)
+                row = delivery_row(delivery)
+                if stretch.scope.has(row):
+                    yield row
     finally:
         reader.close()

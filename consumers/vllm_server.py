@@ -20,13 +20,14 @@ import structlog
 from consumers.config import VllmSettings
 from consumers.vllm_admin import VllmAdmin
 from consumers.weights_files import WeightsFolder
-from schemas.blobs import Blobs
+from schemas.blobs import open_blobs
 from schemas.errors import ReplaygroundError
 from schemas.events import WeightsPublished
 from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
+from streams.log.weights import newest_weights_from
 
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
@@ -45,7 +46,7 @@ def run(run: Run, settings: VllmSettings, pulse: Pulse, stop: threading.Event) -
     log = open_log(run)
     try:
         pulse.detail = "waiting for the first weights"
-        published = newest_weights(log, run.run_id, stop)
+        published = newest_weights(log, run, stop)
     finally:
         log.close()
     if published is None:
@@ -53,21 +54,21 @@ def run(run: Run, settings: VllmSettings, pulse: Pulse, stop: threading.Event) -
     pulse.gauge("version", published.version)
     with tempfile.TemporaryDirectory(prefix="replayground-vllm-") as temporary:
         root = Path(settings.folder or temporary)
-        folder = WeightsFolder(root, Blobs(run.blobs_url))
+        folder = WeightsFolder(root, open_blobs(run))
         model = folder.unpack(published)
         folder.keep_newest(1)
         serve(model, settings, pulse, stop)
 
 
-def newest_weights(log: Log, run_id: str, stop: threading.Event) -> WeightsPublished | None:
+def newest_weights(log: Log, run: Run, stop: threading.Event) -> WeightsPublished | None:
     """The newest version of the run; waits for the first one. None when stopped before."""
-    reader = log.reader(["weights"])
+    reader = log.reader(["weights"], start=newest_weights_from(log, run)[0])
     newest: WeightsPublished | None = None
     try:
         while not stop.is_set():
             for delivery in reader.poll(events_max=100, timeout_seconds=0.5):
                 event = delivery.event
-                if isinstance(event, WeightsPublished) and event.meta.run_id == run_id:
+                if isinstance(event, WeightsPublished) and event.meta.run_id == run.run_id:
                     newest = event if newest is None or event.version > newest.version else newest
             if newest is not None and reader.caught_up():
                 return newest

@@ -10,6 +10,8 @@ from schemas.blobs import Blobs
 from schemas.errors import BlobDamaged
 from schemas.events import WeightsFile, WeightsPublished
 
+_UNFINISHED = "unfinished-"
+
 
 def digest_of(files: list[WeightsFile]) -> str:
     """One digest for a version: sha256 over the names and digests of its files, in the order of names."""
@@ -24,9 +26,11 @@ class WeightsFolder:
         self._root = root
         self._blobs = blobs
         self._root.mkdir(parents=True, exist_ok=True)
+        for unfinished in self._root.glob(f"{_UNFINISHED}*"):  # of a process that was killed: as large as the weights
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def unpack(self, published: WeightsPublished) -> Path:
-        """The folder with exactly the files of this version, each digest checked. Raises BlobDamaged.
+        """The folder with exactly the files of this version, each digest checked. Raises BlobDamaged, OSError.
 
         A folder is named by what is in it and appears whole, so one that is there already is right.
         """
@@ -34,10 +38,10 @@ class WeightsFolder:
         if target.is_dir():
             os.utime(target)  # the order of use decides which are kept
             return target
-        unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=self._root))
+        unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self._root))
         try:
             for file in published.files:
-                (unfinished / _plain_name(file.name)).write_bytes(self._blobs.get(file.uri, file.sha256))
+                self._blobs.get_to_file(file.uri, file.sha256, unfinished / _plain_name(file.name))
             unfinished.rename(target)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)

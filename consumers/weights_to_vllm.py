@@ -1,6 +1,6 @@
 """The reloader: brings every server to the weights that the log asks for, verified, and says so on the log.
 
-    targets   (pure)  weights and control, folded: which version should be served now
+    targets   (pure)  weights and control, folded: which version should be served now; bounded, and kept in snapshots
     Keeper            one thread a server: asks what it serves, brings it to the target, retries with back-off
     bring             unpack → pause → reload → reset the prefix cache → probe → label → resume, every answer checked
 
@@ -15,22 +15,30 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import structlog
 from msgspec import Struct
 
 from consumers.config import ReloaderSettings
 from consumers.vllm_admin import ServerRefused, ServerUnreachable, VllmAdmin
 from consumers.weights_files import WeightsFolder, digest_of
-from schemas.blobs import Blobs
+from schemas.blobs import open_blobs
 from schemas.errors import BlobDamaged, LogUnavailable, ReplaygroundError
-from schemas.events import ControlIssued, Event, Meta, WeightsLoaded, WeightsPublished
+from schemas.events import ControlIssued, Event, Meta, Position, SnapshotTaken, WeightsLoaded, WeightsPublished
 from schemas.ids import new_id, now_microseconds
 from schemas.metrics import Pulse
 from schemas.packed import unpack_logprobs, unpack_tokens
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
+from streams.log.snapshots import newest_snapshot, snapshot
 
+PROGRAM = "reloader"
+VERSIONS_KEPT = ReloaderSettings().skipped_versions_max + 2
+STATE_VERSION = "targets-1"
+"of Targets: a snapshot of another version is not read"
+_SNAPSHOT_EVENTS = 1000
+"a snapshot is taken after so many events: a restart reads no more of them"
 UNVERIFIED = "unverified"
 "label of a server whose weights are being changed; no version's label"
 
@@ -48,6 +56,7 @@ class Targets(Struct, frozen=True):
     """What the log asks the servers to serve: a fold over weights, control and serving of one run."""
 
     published: dict[int, WeightsPublished] = {}
+    "the newest versions, and those that are held"
     holds: tuple[Hold, ...] = ()
     tried: frozenset[tuple[str, int]] = frozenset()
     "servers and the versions that they loaded or refused"
@@ -66,9 +75,33 @@ class Targets(Struct, frozen=True):
         versions = [v for v in sorted(self.published) if v < wanted.version and (server, v) not in self.tried]
         return [self.published[version] for version in versions[-count_max:]]
 
+    def missing(self) -> list[int]:
+        """Versions that are held and were forgotten before: they have to be looked up on the log."""
+        newest = max(self.published, default=-1)
+        return [hold.version for hold in self.holds if hold.version < newest and hold.version not in self.published]
 
-def advanced(targets: Targets, event: Event) -> Targets:
+
+def advanced(targets: Targets, event: Event, versions_kept: int = VERSIONS_KEPT) -> Targets:
     """The next state after an event; events that say nothing about weights change nothing."""
+    return _bounded(_advanced(targets, event), versions_kept)
+
+
+def _bounded(targets: Targets, versions_kept: int) -> Targets:
+    """Without versions that nobody will ask for, and without what was tried of them."""
+    if len(targets.published) <= versions_kept and len(targets.tried) <= versions_kept:
+        return targets
+    newest = sorted(targets.published)[-versions_kept:]
+    kept = {*newest, *(hold.version for hold in targets.holds)}
+    return Targets(
+        {version: published for version, published in targets.published.items() if version in kept},
+        targets.holds,
+        frozenset((server, version) for server, version in targets.tried if version >= newest[0] or version in kept)
+        if newest
+        else targets.tried,
+    )
+
+
+def _advanced(targets: Targets, event: Event) -> Targets:
     match event:
         case WeightsPublished():
             published = {**targets.published, event.version: event}
@@ -143,7 +176,7 @@ def serve(log: Log, run: Run, settings: ReloaderSettings, pulse: Pulse, stop: th
             for server in settings.servers
         ]
         try:
-            _follow(log, run, mailbox, keepers, pulse, stop)
+            follow(log, run, settings, mailbox, keepers, reporter, stop)
         finally:
             stop.set()  # an error here must not leave keepers behind that hold the process open
             mailbox.close()
@@ -154,40 +187,104 @@ def serve(log: Log, run: Run, settings: ReloaderSettings, pulse: Pulse, stop: th
 
 def _folder(root: Path, server: str, run: Run) -> WeightsFolder:
     name = "".join(character if character.isalnum() else "-" for character in server)
-    return WeightsFolder(root / name, Blobs(run.blobs_url))
+    return WeightsFolder(root / name, open_blobs(run))
 
 
-def _follow(
-    log: Log, run: Run, mailbox: Mailbox, keepers: list[threading.Thread], pulse: Pulse, stop: threading.Event
+def follow(
+    log: Log,
+    run: Run,
+    settings: ReloaderSettings,
+    mailbox: Mailbox,
+    keepers: list[threading.Thread],
+    reporter: "Reporter",
+    stop: threading.Event,
 ) -> None:
     """Reads the log into the mailbox; keepers start when the past is known, or an old version would be loaded first."""
-    reader = log.reader(["weights", "control", "serving"])
+    following = Following(log, run, settings.skipped_versions_max + 2)
     try:
-        targets = Targets()
         while not stop.is_set():
-            for delivery in reader.poll(events_max=1000, timeout_seconds=0.5):
-                pulse.count("events_read")
-                if delivery.event is not None and delivery.event.meta.run_id == run.run_id:
-                    targets = advanced(targets, delivery.event)
-            if targets is not mailbox.get():
-                mailbox.put(targets)
-            if keepers and keepers[0].ident is None and reader.caught_up():
+            reporter.pulse.count("events_read", following.read())
+            if following.targets is not mailbox.get():
+                mailbox.put(following.targets)
+            if following.unsaved >= _SNAPSHOT_EVENTS:
+                reporter.append(following.snapshot())
+            if keepers and keepers[0].ident is None and following.is_caught_up():
                 for keeper in keepers:
                     keeper.start()
             ended = [keeper for keeper in keepers if keeper.ident is not None and not keeper.is_alive()]
             if ended and not stop.is_set():
                 raise RuntimeError("a thread of the reloader ended by an error; its log line says which")
     finally:
-        reader.close()
+        following.close()
+
+
+class Following:
+    """The targets as the log tells them: from the newest snapshot on, or from the start of the run."""
+
+    def __init__(self, log: Log, run: Run, versions_kept: int) -> None:
+        self._log = log
+        self._run = msgspec.structs.replace(run, program=PROGRAM)
+        self._versions_kept = versions_kept
+        taken = newest_snapshot(log, self._run, STATE_VERSION)
+        start: Sequence[Position] = run.start if taken is None else taken.positions
+        self.targets = Targets() if taken is None else msgspec.msgpack.decode(taken.state, type=Targets)
+        self.unsaved = 0
+        "events read since the last snapshot"
+        self._positions = {(position.topic, position.partition): position for position in start}
+        self._reader = log.reader(["weights", "control", "serving"], start=start)
+
+    def read(self, timeout_seconds: float = 0.5) -> int:
+        """Takes what has arrived; returns how much."""
+        deliveries = self._reader.poll(1000, timeout_seconds)
+        for delivery in deliveries:
+            if delivery.event is not None and delivery.event.meta.run_id == self._run.run_id:
+                self.targets = advanced(self.targets, delivery.event, self._versions_kept)
+        for version in self.targets.missing():
+            self._look_up(version)
+        self.unsaved += len(deliveries)
+        return len(deliveries)
+
+    def is_caught_up(self) -> bool:
+        return self._reader.caught_up()
+
+    def snapshot(self) -> SnapshotTaken:
+        """Everything that the state tells of was read from the log, so it is never ahead of it."""
+        self.unsaved = 0
+        self._positions |= {(position.topic, position.partition): position for position in self._reader.positions()}
+        state = msgspec.msgpack.encode(self.targets)
+        return snapshot(self._run, STATE_VERSION, list(self._positions.values()), state, now_microseconds())
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _look_up(self, version: int) -> None:
+        """A version that is held and was forgotten. If it is not on the log any more, its hold is forgotten instead."""
+        reader = self._log.reader(["weights"], start=self._run.start)
+        try:
+            while not reader.caught_up():
+                for delivery in reader.poll(1000, 0.2):
+                    event = delivery.event
+                    if isinstance(event, WeightsPublished) and _is_of(event, self._run, version):
+                        self.targets = advanced(self.targets, event, self._versions_kept)
+                        return
+        finally:
+            reader.close()
+        _log.warning("held_version_is_gone", version=version)
+        holds = tuple(hold for hold in self.targets.holds if hold.version != version)
+        self.targets = Targets(self.targets.published, holds, self.targets.tried)
+
+
+def _is_of(event: WeightsPublished, run: Run, version: int) -> bool:
+    return event.meta.run_id == run.run_id and event.version == version
 
 
 class Reporter:
-    """Appends WeightsLoaded events; shared by the keepers."""
+    """Appends WeightsLoaded events and snapshots; shared by the keepers and who follows the log."""
 
     def __init__(self, log: Log, run: Run, pulse: Pulse) -> None:
         self._log = log
         self._run = run
-        self._pulse = pulse
+        self.pulse = pulse
         self._one_at_a_time = threading.Lock()
 
     def loaded(
@@ -213,12 +310,16 @@ class Reporter:
             seconds=seconds,
             refusal=refusal,
         )
+        self.append(event)
+        if refusal is None:
+            self.pulse.gauge("version", published.version)
+
+    def append(self, event: Event) -> None:
+        """Waits until the log has it."""
         with self._one_at_a_time:
             self._log.append(event)
             self._log.flush()
-            self._pulse.count("events_written")
-            if refusal is None:
-                self._pulse.gauge("version", published.version)
+            self.pulse.count("events_written")
 
 
 class Keeper:

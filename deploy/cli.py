@@ -4,25 +4,22 @@ Bad input is one line on stderr and exit code 2; a part that failed is one line 
 Heavy things are imported by the commands that need them, after what was asked for has been understood.
 """
 
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from deploy.operate import commands
-from deploy.options import RUNS, Runs, console
+from deploy.operate import commands, looking
+from deploy.options import FIELD, Field, RunArgument, SaidOnce, console
 from deploy.options import say as _say
 from schemas.errors import BadInput, ReplaygroundError
 
 if TYPE_CHECKING:
-    from deploy.local.stack import RunningStack
-    from deploy.resolve import Asked
-    from deploy.session import OpenRun
+    from deploy.local.folder import FieldFolder
+    from deploy.resolve import Resolved
+    from deploy.session import StartedRun
 
 app = typer.Typer(
     help="A practice field for LLM agents, kept as a log.",
@@ -31,16 +28,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-Config = Annotated[Path | None, typer.Argument(help="TOML file of the job; without it, the Stockroom job.")]
-Seed = Annotated[int, typer.Option(help="Seed of tasks, sampling and the first weights.")]
-Resume = Annotated[
-    bool | None,
-    typer.Option(
-        "--resume/--new",
-        help="Go on with the newest unfinished run of this config and seed, or start a new one. "
-        "Without either: go on when there is one.",
-    ),
+Leave = Annotated[
+    bool,
+    typer.Option("--exit", help="Stop the field too when the run has ended, unless other runs are active on it."),
 ]
+Detach = Annotated[bool, typer.Option("--detach", help="Leave the run in the background instead of showing it.")]
 
 
 def main() -> None:
@@ -60,160 +52,172 @@ def _fail(line: str, code: int) -> None:
 
 @app.command()
 def run(
-    config: Config = None,
-    seed: Seed = 0,
-    leave: Annotated[bool, typer.Option("--exit", help="End when the job has finished, also in a terminal.")] = False,
-    resume: Resume = None,
-    runs: Runs = RUNS,
+    job: Annotated[
+        Path | None, typer.Argument(metavar="[JOB.toml]", help="Config of the job; without it, the Stockroom job.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of tasks, sampling and the first weights.")] = 0,
+    leave: Leave = False,
+    detach: Detach = False,
+    field: Field = FIELD,
 ) -> None:
-    """Start the local stack, run a job and show it live.
+    """Start a new run on the field and show it live. Starts the field if it is not running.
 
-    Ctrl-C drains and stops everything; starting again goes on where it was.
+    Ctrl-C drains and stops the run; the field stays up. `replayground resume` goes on with a run that was stopped.
 
-    Examples:  replayground run  ·  replayground run my.toml --seed 1 --exit
+    Examples:  replayground run  ·  replayground run my.toml --seed 1 --exit  ·  replayground run my.toml --detach
     """
     from deploy.config import DEFAULT_CONFIG
-    from deploy.live import view_for
-    from deploy.local.folder import locked
+    from deploy.field import ensure_field
     from deploy.local.stack import terminate_on_signals
+    from deploy.progress import StartProgress
     from deploy.resolve import ask
-    from deploy.session import closing_text, conclude, follow
+    from deploy.session import start_run
 
+    _require_one(leave, detach)
     terminate_on_signals()
-    asked = ask(config or DEFAULT_CONFIG, seed)
-    with locked(runs) as lock:
-        opened, stack = _start(runs, asked, resume, lock, foreground=True)
-        try:
-            with view_for(console, opened.folder.run_id, opened.resolved.page_url) as view:
-                follow(stack, opened, view)
-            _say(closing_text(opened.folder, conclude(opened.folder, opened.resolved)))
-            if console.is_terminal and not leave:
-                _stay(opened.resolved.page_url)
-        except KeyboardInterrupt:
-            _say("draining; Ctrl-C again kills what is left. The same command goes on with the run later")
-            raise
-        finally:
-            _stop(stack)
+    asked = ask(job or DEFAULT_CONFIG, seed)
+    folder, resolved, _ = ensure_field(field, asked, lambda: StartProgress(console), _say)
+    try:
+        started = start_run(folder, resolved, asked, lambda: StartProgress(console), not detach, _say)
+    except BaseException:
+        _leave_field(folder, resolved, leave)
+        raise
+    _show(folder, resolved, started, leave, detach)
 
 
 @app.command()
-def up(config: Config = None, seed: Seed = 0, resume: Resume = None, runs: Runs = RUNS) -> None:
-    """Start the local stack and a job in the background.
+def resume(
+    run: RunArgument = None,
+    leave: Leave = False,
+    detach: Detach = False,
+    field: Field = FIELD,
+) -> None:
+    """Go on with a run that was stopped, failed or lost; without RUN, with the newest that has not finished.
 
-    Examples:  replayground up  ·  replayground up my.toml --seed 1  ·  then: replayground status
+    All that is needed is on the log: it works in another folder and on another machine with the same addresses. A start of
+    the run that is still active elsewhere gives way.
+
+    Examples:  replayground resume  ·  replayground resume 20260713-0915 --exit
     """
-    from deploy.config import DEFAULT_CONFIG
-    from deploy.local.folder import locked
+    from deploy.field import ensure_field
     from deploy.local.stack import terminate_on_signals
-    from deploy.resolve import ask
+    from deploy.progress import StartProgress
+    from deploy.runs import find_run, list_runs
+    from deploy.session import log_of, newest_unfinished, resume_run
 
+    _require_one(leave, detach)
     terminate_on_signals()
-    asked = ask(config or DEFAULT_CONFIG, seed)
-    with locked(runs) as lock:
-        opened, _ = _start(runs, asked, resume, lock, foreground=False)
-    _say(f"{opened.folder.run_id} runs in the background: {opened.resolved.page_url}")
-    _say("replayground status shows it, replayground logs reads along, replayground down stops it")
+    folder, resolved, _ = ensure_field(field, None, lambda: StartProgress(console), _say)
+    try:
+        with log_of(resolved) as log:
+            states = list_runs(log)
+        here = {running.run_id for running in folder.running()}
+        state = find_run(states.values(), run) if run else newest_unfinished(states, here)
+        if state.is_finished:
+            raise BadInput(f"{state.run_id} has finished: start a new run with `replayground run`")
+        started = resume_run(folder, resolved, state, lambda: StartProgress(console), not detach, _say)
+    except BaseException:
+        _leave_field(folder, resolved, leave)
+        raise
+    _show(folder, resolved, started, leave, detach)
 
 
 @app.command()
-def down(runs: Runs = RUNS) -> None:
-    """Drain and stop the stack that runs in the background. A run that has finished gets its report first.
+def stop(run: RunArgument = None, field: Field = FIELD) -> None:
+    """Drain and stop a run; without RUN, the only one that is active. The field stays up.
+
+    Examples:  replayground stop  ·  replayground stop 20260713-0915
+    """
+    from deploy.field import running_field
+    from deploy.operate.looking import active_run
+    from deploy.runs import list_runs, person, write_end
+    from deploy.session import log_of, stop_run
+
+    folder, resolved = running_field(field)
+    with log_of(resolved) as log:
+        state = active_run(list_runs(log), run)
+        here = folder.run(state.run_id)
+        if here.path in [running.path for running in folder.running()]:
+            began = time.monotonic()
+            stop_run(here, f"stopped by {person()}", SaidOnce())
+            _say(f"✓ {state.run_id} stopped {time.monotonic() - began:.1f} s")
+        elif looking.is_lost(folder, resolved, state):
+            write_end(log, state.run_id, state.starts, "stopped", f"its programs were gone; ended by {person()}")
+            _say(f"{state.run_id} had no programs any more; its end is on the log")
+        else:
+            raise BadInput(f"{state.run_id} runs elsewhere (started by {state.started_by}): stop it there")
+    _say(f"`replayground resume {state.run_id}` goes on with it")
+
+
+@app.command()
+def up(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FIELD.toml]",
+            help="Config with [log], [blobs], [traces], [local]; without it, all on this machine.",
+        ),
+    ] = None,
+    field: Field = FIELD,
+) -> None:
+    """Start the field in the background: log, blobs, traces and the web page. Runs are started on it with `run`.
+
+    Examples:  replayground up  ·  replayground up field.toml --field /data/field
+    """
+    from deploy.field import mention_old_runs, prepare_field, start_field
+    from deploy.local.folder import field_folder, locked
+    from deploy.local.stack import terminate_on_signals
+    from deploy.progress import StartProgress
+    from deploy.resolve import ask
+
+    terminate_on_signals()
+    asked = None if config is None else ask(config)
+    folder = field_folder(field)
+    mention_old_runs(folder, _say)
+    running = f"the field in {field} is running already: `replayground status` shows it, `replayground down` stops it"
+    with locked(folder.path, running) as lock:
+        resolved = prepare_field(folder, asked)
+        with StartProgress(console) as progress:
+            start_field(folder, resolved, progress, lock)
+    _say(f"the field is up: {resolved.page_url}")
+    _say("replayground run starts a run on it, replayground status shows it, replayground down stops it")
+
+
+@app.command()
+def down(field: Field = FIELD) -> None:
+    """Drain and stop the runs that are active here, then the field. Its data stays.
 
     Example:  replayground down
     """
-    from deploy.local.folder import is_locked, latest_run_folder
-    from deploy.page import Page
-    from deploy.resolve import load
-    from deploy.session import attach, closing_text, conclude
+    from deploy.field import attach_field
+    from deploy.local.folder import field_folder, is_locked
+    from deploy.runs import person
+    from deploy.session import stop_run
 
-    if not is_locked(runs):
-        _say(f"nothing runs in {runs}")
+    folder = field_folder(field)
+    running = folder.running()
+    if not running and not (folder.exists and is_locked(folder.path)):
+        _say(f"nothing runs in {field}")
         return
-    folder = latest_run_folder(runs)
-    resolved = load(folder)
-    overview = Page(resolved.page_url).overview()
-    if overview is not None and overview.finished and not folder.is_finished:
-        _say(closing_text(folder, conclude(folder, resolved)))
-    _stop(attach(folder))
+    began = time.monotonic()
+    for run_folder in running:
+        stop_run(run_folder, f"the field was stopped by {person()}", SaidOnce())
+        _say(f"✓ {run_folder.run_id} stopped; `replayground resume {run_folder.run_id}` goes on with it")
+    attach_field(folder).stop(SaidOnce())
+    _say(f"✓ stopped {time.monotonic() - began:.1f} s")
 
 
-@app.command()
-def status(runs: Runs = RUNS) -> None:
-    """What is running, and how far the run is.
-
-    Example:  replayground status
-    """
-    from deploy.live import preparation_line, step_line
-    from deploy.local.folder import is_locked, latest_run_folder
-    from deploy.page import Page
-    from deploy.resolve import load
-    from deploy.session import attach
-
-    folder = latest_run_folder(runs)
-    if not is_locked(runs):
-        state = "finished" if folder.is_finished else "unfinished: `replayground run` goes on with it"
-        _say(f"nothing runs in {runs}; the last run, {folder.run_id}, is {state}")
-        return
-    resolved = load(folder)
-    table = Table("part", "state", "process", "up", box=None, padding=(0, 2))
-    stack = attach(folder)
-    for part in stack.states().values():
-        table.add_row(part.name, part.state.lower(), str(part.pid or ""), f"{part.since_seconds} s" if part.pid else "")
-    _say(f"{folder.run_id}  {resolved.page_url}")
-    console.print(table)
-    if (reason := stack.reason()) is not None:
-        _say(reason)
-    overview = Page(resolved.page_url).overview()
-    if overview is not None:
-        _say(step_line(overview) if overview.steps else preparation_line(overview))
-
-
-@app.command()
-def logs(
-    program: Annotated[
-        str | None, typer.Argument(help="kafka, registry or a program; without it, all of them.")
-    ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines from the end.")] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on reading as more is written.")] = False,
-    runs: Runs = RUNS,
-) -> None:
-    """Read what the programs of the last run printed.
-
-    Examples:  replayground logs trainer  ·  replayground logs rollouts -n 100 -f
-    """
-    from deploy.local.folder import latest_run_folder
-
-    folder = latest_run_folder(runs).logs
-    known = sorted(path.stem for path in folder.glob("*.log"))
-    if program is not None and program not in known:
-        raise BadInput(f"there is no log of {program}; there are: {', '.join(known)}")
-    files = [str(folder / f"{name}.log") for name in ([program] if program else known)]
-    try:
-        subprocess.run(["tail", "-n", str(lines), *(["-F"] if follow else []), *files], check=False)
-    except KeyboardInterrupt:
-        return  # that is how one stops reading
-
-
-@app.command()
-def sql(
-    statement: Annotated[str, typer.Argument(help="One SELECT.")],
-    runs: Runs = RUNS,
-) -> None:
-    """Ask the traces of the running stack a question in SQL.
-
-    Example:  replayground sql "SELECT type, count() FROM events GROUP BY type ORDER BY 2 DESC"
-    """
-    from deploy.operate.commands import page_of
-
-    with page_of(runs) as page:
-        answer = page.sql(statement)
-    _print_answer(answer)
-
-
+app.command()(looking.status)
+app.command()(looking.runs)
+app.command()(looking.logs)
+app.command()(looking.sql)
+app.command()(looking.report)
 app.command()(commands.tail)
 app.command()(commands.lag)
+app.command()(commands.acls)
 app.command()(commands.reconcile)
 app.command()(commands.steer)
+app.command()(commands.submit)
 app.add_typer(commands.dead_letters, name="dead-letters")
 app.add_typer(commands.blobs, name="blobs")
 
@@ -224,15 +228,18 @@ def serve(
         str, typer.Argument(help="feeder, scheduler, rollouts, streams, cut, trainer, vllm, reloader or traces.")
     ],
     folder: Annotated[
-        Path, typer.Option(envvar="REPLAYGROUND_FOLDER", help="Data folder of the run, with its run.json.")
-    ] = RUNS / "latest",
+        Path,
+        typer.Option(
+            envvar="REPLAYGROUND_FOLDER", help="Folder of the run, with its run.json; of the field for traces."
+        ),
+    ] = FIELD / "runs" / "latest",
     worker: Annotated[
         str | None, typer.Option(envvar="REPLAYGROUND_WORKER", help="Name of this instance, unique on the log.")
     ] = None,
 ) -> None:
-    """Run one program of a run in this process, until SIGTERM or Ctrl-C. The supervisor calls this.
+    """Run one program of a run or of the field in this process, until SIGTERM or Ctrl-C. The supervisor calls this.
 
-    Example:  replayground serve rollouts --folder runs/latest --worker rollouts-2
+    Example:  replayground serve rollouts --folder field/runs/latest --worker rollouts-2
     """
     from deploy.local.guard import REASON_FILE
     from deploy.programs import PROGRAM_BY_NAME
@@ -240,65 +247,83 @@ def serve(
 
     if program not in PROGRAM_BY_NAME:
         raise BadInput(f"there is no program {program}; there are: {', '.join(PROGRAM_BY_NAME)}")
-    resolved = load_file(folder / "run.json")
+    resolved = load_file(folder / ("field.json" if PROGRAM_BY_NAME[program].of_field else "run.json"))
     from deploy.serve import serve as serve_program
 
     raise typer.Exit(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program, folder / REASON_FILE))
 
 
-def _start(
-    runs: Path, asked: "Asked", resume: bool | None, lock: int, *, foreground: bool
-) -> "tuple[OpenRun, RunningStack]":
-    """Brings a stack up with visible progress. Leaves nothing behind when it raises."""
-    from deploy.local.folder import require_disk
-    from deploy.local.stack import start
-    from deploy.progress import StartProgress
-    from deploy.resolve import local_settings
-    from deploy.session import open_run, plan_of
+@app.command(hidden=True)
+def monitor(
+    folder: Annotated[Path, typer.Option(envvar="REPLAYGROUND_FOLDER", help="Folder of the run.")],
+) -> None:
+    """Look after a start of a run, until it ends. The supervisor of the run calls this."""
+    from deploy.local.folder import RunFolder
+    from deploy.monitor import monitor as watch
 
-    require_disk(runs, local_settings(asked).disk_free_bytes_min)
-    opened = open_run(runs, asked, resume)
-    _say(f"{'Going on with' if opened.is_resumed else 'Starting'} {opened.folder.run_id}")
-    with StartProgress(console) as progress:
-        stack = start(plan_of(opened), progress, lock=lock, foreground=foreground)
-    return opened, stack
+    raise typer.Exit(watch(RunFolder(folder)))
 
 
-def _stop(stack: "RunningStack") -> None:
-    """Drains and stops a stack, and says what it is waiting for."""
-    said: set[str] = set()
-
-    def say(line: str) -> None:
-        if line not in said:
-            said.add(line)
-            _say(line)
-
-    began = time.monotonic()
-    stack.stop(say)
-    _say(f"✓ stopped {time.monotonic() - began:.1f} s")
+def _require_one(leave: bool, detach: bool) -> None:
+    if leave and detach:
+        raise BadInput("--exit waits for the end of the run and --detach does not: give one of them")
 
 
-def _print_answer(answer: dict[str, Any]) -> None:
-    """A table for people, tab-separated lines for programs."""
-    columns = [str(column) for column in answer["columns"]]
-    rows = [["" if value is None else str(value) for value in row] for row in answer["rows"]]
-    if not console.is_terminal:
-        print("\n".join("\t".join(row) for row in [columns, *rows]))
+def _show(folder: "FieldFolder", field: "Resolved", run: "StartedRun", leave: bool, detach: bool) -> None:
+    """Shows a run until it has ended. Raises what it failed with."""
+    from deploy.live import view_for
+    from deploy.runs import person
+    from deploy.session import follow, stop_run
+
+    run_id = run.resolved.run_id
+    if detach:
+        _say(f"{run_id} runs in the background: {field.page_url}")
+        _say(f"replayground status shows it, replayground stop {run_id} stops it")
         return
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(Text(value) for value in row))
-    console.print(table)
-
-
-def _stay(page_url: str) -> None:
-    """Keeps the web page up while somebody is there to look at it."""
-    _say(f"\nThe page stays up at {page_url} until Ctrl-C.")
     try:
-        while True:
-            time.sleep(3600)
+        with view_for(console, run_id, field.page_url) as view:
+            follow(run, view)
+        _tell_end(field, run)
     except KeyboardInterrupt:
+        _say("draining; Ctrl-C again kills what is left")
+        stop_run(run.folder, f"stopped by {person()}", SaidOnce(), run.stack)
+        _say(f"{run_id} is stopped; `replayground resume {run_id}` goes on with it")
+        raise
+    finally:
+        _leave_field(folder, field, leave)
+
+
+def _tell_end(field: "Resolved", run: "StartedRun") -> None:
+    """Says how a run ended, as the log has it. Raises BadInput or StackFailed when it did not finish."""
+    from deploy.local.stack import StackFailed
+    from deploy.session import closing_text, end_of_start
+
+    run_id = run.resolved.run_id
+    end = end_of_start(field, run)
+    if end is None:
+        raise StackFailed(f"the programs of {run_id} are gone: `replayground resume {run_id}` goes on with it")
+    if end.reason == "finished":
+        _say(closing_text(run.folder))
         return
+    if end.reason == "failed":
+        raise BadInput(end.detail) if run.stack.reason() is not None else StackFailed(end.detail)
+    if end.reason == "taken_over":
+        raise StackFailed(f"{run_id} was resumed elsewhere, so it was stopped here: {end.detail}")
+    raise StackFailed(f"{run_id} was stopped: {end.detail}; `replayground resume {run_id}` goes on with it")
+
+
+def _leave_field(folder: "FieldFolder", field: "Resolved", leave: bool) -> None:
+    """Stops the field when that was asked for and no other run needs it; says what stays up."""
+    from deploy.field import attach_field
+
+    others = [run.run_id for run in folder.running()]
+    if not leave:
+        _say(f"the field stays up: {field.page_url}; `replayground down` stops it")
+    elif others:
+        _say(f"the field stays up, since other runs are active on it: {', '.join(others)}")
+    else:
+        attach_field(folder).stop(SaidOnce())
+        _say("✓ the field is stopped")
 
 
 if __name__ == "__main__":

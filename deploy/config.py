@@ -1,7 +1,8 @@
-"""The config of a job: one TOML file, one section a program, plus [job], [local] and [harness].
+"""The config of a field and of a run: TOML files with one section a program, plus [job], [log], [blobs], [local], [harness].
 
-Sections are the settings classes of the programs, so a field exists here exactly when a program reads it. Fields that
-name addresses or folders may be left out: the local stack fills them in (deploy.resolve).
+Sections are the settings classes of the programs, so a setting exists here exactly when a program reads it. Addresses and
+folders may be left out: the local stack fills them in (deploy.resolve). FIELD_SECTIONS describe the field: a job file may
+have them too, and then they must agree with the field that the job is run on. All others describe the run.
 """
 
 import difflib
@@ -14,21 +15,31 @@ import msgspec
 from msgspec import Struct
 
 from consumers.config import ReloaderSettings, TracesSettings, VllmSettings
-from deploy.programs import PROGRAM_BY_NAME
+from deploy.programs import PROGRAMS_OF_RUN
 from producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
 from schemas.errors import BadInput
-from schemas.run import JobSettings
+from schemas.run import JobSettings, LogSettings
 from streams.config import CutSettings, StreamsSettings
 from trainer.config import TrainerSettings
 
 DEFAULT_CONFIG = Path(__file__).parent / "config" / "stockroom.toml"
 
 
-class LocalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The local stack. TOML section [local]."""
+PATH_SETTINGS = (
+    "job.module",
+    "job.agents",
+    "feeder.tasks_file",
+    "trainer.model.path",
+    "rollouts.tools.search.corpus",
+    "rollouts.tools.search.recordings",
+)
+"settings that name a file or a folder that a run needs; job.module only when it ends with .py"
+FIELD_SECTIONS = ("log", "blobs", "traces", "local")
 
-    programs: tuple[str, ...] = tuple(PROGRAM_BY_NAME)
-    "what is started here; leave out vllm, say, when [rollouts] and [reloader] name servers elsewhere"
+
+class LocalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The embedded broker and registry, and this machine. TOML section [local]."""
+
     kafka_port: int = 0
     "0 = any free port, here and below"
     controller_port: int = 0
@@ -38,21 +49,28 @@ class LocalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     kafka_heap_mebibytes: int = 512
     registry_heap_mebibytes: int = 384
     disk_free_bytes_min: int = 2 * 1024**3
-    "a run does not start, and ends orderly, when the disk has less room than this"
-    restarts_max: int = 5
-    "a program that had to be started again more often than this ends the run"
+    "field and runs do not start, and stop orderly, when the disk has less room than this"
 
 
 class BlobsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where what is too large for the log is kept. TOML section [blobs]."""
 
     url: str = ""
-    """empty = in the folder of the run; or a bucket, such as s3://bucket/prefix, below which each run has a place of its own.
-    Keys and the address of the server stand in the environment: see schemas.blobs"""
+    """empty = in the folder of the field; or a bucket, such as s3://bucket/prefix, or file:///folder. Keys and the address of
+    the server stand in the environment: see schemas.blobs"""
+    also_read: tuple[str, ...] = ()
+    "other stores of the same kind, such as another field's: blobs that events name below one of these may be read there"
 
 
 class HarnessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What surrounds every program. TOML section [harness]."""
+    """What surrounds every program of a run. TOML section [harness]."""
+
+    programs: tuple[str, ...] = tuple(program.name for program in PROGRAMS_OF_RUN)
+    "which programs of the run are started; leave out vllm when [rollouts] and [reloader] name servers elsewhere"
+    restarts_max: int = 5
+    "a program that had to be started again more often than this ends the run as failed"
+    bind: str = "127.0.0.1"
+    "address that /healthz and /metrics of every program listen on"
 
     heartbeat_seconds: float = 2.0
     "how often a program says on the log that it lives, and how it does"
@@ -63,7 +81,7 @@ class HarnessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a run can be told."""
+    """Everything a field and a run can be told."""
 
     job: JobSettings = JobSettings()
     feeder: FeederSettings = FeederSettings()
@@ -74,10 +92,11 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     trainer: TrainerSettings = TrainerSettings()
     vllm: VllmSettings = VllmSettings()
     reloader: ReloaderSettings = ReloaderSettings()
-    traces: TracesSettings = TracesSettings()
-    blobs: BlobsSettings = BlobsSettings()
-    local: LocalSettings = LocalSettings()
     harness: HarnessSettings = HarnessSettings()
+    log: LogSettings = LogSettings()
+    blobs: BlobsSettings = BlobsSettings()
+    traces: TracesSettings = TracesSettings()
+    local: LocalSettings = LocalSettings()
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -114,32 +133,44 @@ def load_config(path: Path) -> Config:
 
 def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Paths in a config are relative to it; programs run elsewhere."""
-    search = ("rollouts", "tools", "search")
-    for keys in (
-        ("job", "module"),
-        ("job", "agents"),
-        ("feeder", "tasks_file"),
-        ("trainer", "model", "path"),
-        (*search, "corpus"),
-        (*search, "recordings"),
-    ):
-        section: Any = raw
-        for key in keys[:-1]:
-            section = section.get(key, {}) if isinstance(section, dict) else {}
-        value = section.get(keys[-1]) if isinstance(section, dict) else None
-        is_path = isinstance(value, str) and (keys[-1] != "module" or value.endswith(".py"))
+    for setting in PATH_SETTINGS:
+        value = setting_at(raw, setting)
+        is_path = isinstance(value, str) and value != "" and (setting != "job.module" or value.endswith(".py"))
         if is_path:
-            section[keys[-1]] = str(folder / str(value))
+            set_setting(raw, setting, str(folder / str(value)))
     return raw
+
+
+def setting_at(raw: dict[str, Any], setting: str) -> Any:
+    """The value of a dotted setting such as trainer.model.path; None when it is not set."""
+    *sections, name = setting.split(".")
+    at: Any = raw
+    for section in sections:
+        at = at.get(section) if isinstance(at, dict) else None
+    return at.get(name) if isinstance(at, dict) else None
+
+
+def set_setting(raw: dict[str, Any], setting: str, value: Any) -> None:
+    """Sets a dotted setting, and makes the sections above it."""
+    *sections, name = setting.split(".")
+    for section in sections:
+        raw = raw.setdefault(section, {})
+    raw[name] = value
 
 
 def _require_agreement(config: Config, source: Path) -> None:
     """What concerns more than one section, and what is cheaper to notice now than by a program in a minute."""
     if config.job.staleness_target > config.job.staleness_max:
         raise BadInput(f"{source}: job.staleness_target must be at most job.staleness_max ({config.job.staleness_max})")
-    unknown = [name for name in config.local.programs if name not in PROGRAM_BY_NAME]
+    known = [program.name for program in PROGRAMS_OF_RUN]
+    unknown = [name for name in config.harness.programs if name not in known]
     if unknown:
-        raise BadInput(f"{source}: local.programs: there is no {unknown[0]}; allowed: {', '.join(PROGRAM_BY_NAME)}")
+        raise BadInput(f"{source}: harness.programs: there is no {unknown[0]}; allowed: {', '.join(known)}")
+    if bool(config.log.bootstrap_servers) != bool(config.log.registry_url):
+        raise BadInput(
+            f"{source}: set both log.bootstrap_servers and log.registry_url, or neither for a broker and a registry on "
+            "this machine"
+        )
     if config.feeder.tasks_file is not None and not Path(config.feeder.tasks_file).is_file():
         raise BadInput(
             f"{source}: feeder.tasks_file {config.feeder.tasks_file} does not exist: name a JSONL file of tasks"
@@ -167,6 +198,8 @@ def _explain(problem: str) -> str:
     if unknown is None:
         return f"{'.'.join(path)}: {what.replace('`', '')}"
     name, allowed = unknown.group(1), list(_fields(_settings_at(path)))
+    if path == ["local"] and name in ("programs", "restarts_max"):
+        return f"[local] {name} describes a run, not the field: set it in [harness]"
     close = difflib.get_close_matches(name, allowed, 1)
     hint = f"did you mean {close[0]}? " if close else ""
     if not path:

@@ -80,13 +80,18 @@ def evaluation_line(overview: Overview) -> str:
     return f"held-out pass@1 {evaluated.pass_at_1:.3f} of version {evaluated.version} on {evaluated.tasks} tasks"
 
 
+def steps_text(steps: int, target: int) -> str:
+    """How far a run is; one that trains until it is stopped has no target."""
+    return f"{steps}/{target}" if target else str(steps)
+
+
 def step_line(overview: Overview) -> str:
     """Everything about a step in one line."""
     evaluated = overview.evaluated
     served = ",".join(str(version) for version in overview.version_by_server.values()) or "-"
     return " ".join(
         (
-            f"step {overview.steps}/{overview.steps_target}",
+            f"step {steps_text(overview.steps, overview.steps_target)}",
             f"reward {_figure(overview.reward_mean)}",
             f"pass@1 {evaluated.pass_at_1:.3f} (v{evaluated.version})" if evaluated else "pass@1 -",
             f"{overview.tokens_per_second:,.0f} tokens/s",
@@ -115,7 +120,7 @@ class TerminalView:
 
     def show(self, overview: Overview, states: Mapping[str, ProgramState], restarts: Mapping[str, int]) -> None:
         body = Group(*_bars(overview), Text(), _figures(overview), Text(), _stages(overview, states, restarts))
-        footer = f"{self._page_url} · Ctrl-C drains and stops"
+        footer = f"{self._page_url} · Ctrl-C drains and stops the run"
         self._live.update(Panel(body, title=self._title, subtitle=footer, padding=(1, 2)))
 
 
@@ -125,12 +130,14 @@ def _bars(overview: Overview) -> list[Table]:
         told = f"{overview.demonstrations:,} of {overview.demonstrations_target:,}"
         rows.append(("demonstrations", overview.demonstrations, overview.demonstrations_target, told))
         rows.append(("cold start", overview.sft_progress, 1.0, f"{overview.sft_progress:.0%}"))
-    rows.append(
-        ("steps", overview.steps, max(1, overview.steps_target), f"{overview.steps} of {overview.steps_target}")
-    )
     table = Table.grid(padding=(0, 2))
+    if overview.steps_target:
+        told = f"{overview.steps} of {overview.steps_target}"
+        rows.append(("steps", overview.steps, overview.steps_target, told))
     for name, completed, total, told in rows:
         table.add_row(name, ProgressBar(total=total, completed=completed, width=40), Text(told))
+    if not overview.steps_target:  # it trains until it is stopped: there is nothing to be a part of
+        table.add_row("steps", Text(str(overview.steps)), Text("until stopped"))
     return [table]
 
 

@@ -1,5 +1,6 @@
 """Options that several commands of `replayground` share, and how they print."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,10 +9,32 @@ from rich.console import Console
 
 console = Console()
 
-RUNS = Path("runs")
-Runs = Annotated[Path, typer.Option(envvar="REPLAYGROUND_RUNS", help="Folder that holds the data of runs.")]
+FIELD = Path("field")
+Field = Annotated[
+    Path,
+    typer.Option("--field", envvar="REPLAYGROUND_FIELD", help="Folder of the field: its log, blobs, traces and runs."),
+]
+RunOption = Annotated[str | None, typer.Option("--run", help="A run of the field; the beginning of its id is enough.")]
+RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Id of a run; its beginning is enough.")]
 
 
 def say(text: str) -> None:
     """Prints text as it is: no markup, no colours of its own, no line breaks put in."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def say_aside(text: str) -> None:
+    """Prints to stderr, so that what a command answers can be read by programs."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class SaidOnce:
+    """Prints each line once, however often it is told."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            say(line)

@@ -1,7 +1,8 @@
-"""A client of the traces program: how the run stands, the end of it, and SQL. It owns the store; everybody else asks."""
+"""A client of the traces program: how runs stand, their reports, and SQL. It owns the store; everybody else asks."""
 
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +59,40 @@ class Finished(Struct, frozen=True, kw_only=True):
     report: str
 
 
-class Page:
-    """The HTTP interface of the traces program."""
+class ListedRun(Struct, frozen=True, kw_only=True):
+    """A run as the trace store has it. Times are microseconds since the epoch."""
 
-    def __init__(self, url: str) -> None:
+    run_id: str
+    job: str
+    "module of the job"
+    seed: int
+    state: str
+    "running, finished, stopped, failed, taken_over or lost"
+    started_at: int
+    started_by: str
+    steps: int = 0
+    steps_target: int = 0
+    "0 = until stopped"
+    pass_at_1: float | None = None
+
+
+class Page:
+    """The HTTP interface of the traces program, for one run of the field or for all of them."""
+
+    def __init__(self, url: str, run_id: str | None = None) -> None:
         self.url = url
+        self._run_id = run_id
+
+    def runs(self) -> list[ListedRun] | None:
+        """All runs that the store knows, newest first; None while nobody answers."""
+        try:
+            return msgspec.json.decode(self._ask("/api/runs", None, timeout_seconds=30.0), type=list[ListedRun])
+        except OSError as error:
+            _close(error)
+            return None
 
     def overview(self) -> Overview | None:
-        """None while nobody answers."""
+        """How the run stands; None while nobody answers, or the store does not know the run yet."""
         try:
             return msgspec.json.decode(self._ask("/api/overview", None, timeout_seconds=10.0), type=Overview)
         except OSError as error:
@@ -102,7 +129,8 @@ class Page:
 
     def _ask(self, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> bytes:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        query = "" if self._run_id is None else "?" + urllib.parse.urlencode({"run": self._run_id})
+        request = urllib.request.Request(self.url + path + query, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=timeout_seconds) as response:
             answer: bytes = response.read()
             return answer

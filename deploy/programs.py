@@ -1,4 +1,5 @@
-"""The process map: every program, in the order of the flow, and the function that runs it.
+"""The process map: every program, in the order of the flow, and the function that runs it. What each reads and writes on the
+log is declared in schemas.programs under the same names.
 
     run(run: Run, settings: <its section of the config>, pulse: Pulse, stop: threading.Event) -> None
 
@@ -30,6 +31,8 @@ class Program:
     "time to drain before it is killed"
     ends_when_stalled: bool = False
     "whether work that waits and is not taken means that it hangs: then it is ended, and the supervisor starts it again"
+    of_field: bool = False
+    "one for the field and all of its runs, instead of one for each run"
 
     def load(self) -> RunFunction:
         """Imports the program, with all it needs."""
@@ -39,7 +42,12 @@ class Program:
 
 PROGRAMS: tuple[Program, ...] = (
     Program(
-        "traces", "consumers.events_to_clickhouse", "keeps the trace store, serves SQL and the web page", 3, 30, True
+        "traces",
+        "consumers.events_to_clickhouse",
+        "keeps the trace store, serves SQL and the web page",
+        stop_wave=1,
+        ends_when_stalled=True,
+        of_field=True,
     ),
     Program("trainer", "trainer.loop", "makes weights from batches", 2, 60),
     Program("streams", "streams.app", "assembles, scores and groups trajectories", 2, 30, True),
@@ -52,3 +60,5 @@ PROGRAMS: tuple[Program, ...] = (
 )
 
 PROGRAM_BY_NAME = {program.name: program for program in PROGRAMS}
+PROGRAMS_OF_FIELD = tuple(program for program in PROGRAMS if program.of_field)
+PROGRAMS_OF_RUN = tuple(program for program in PROGRAMS if not program.of_field)

@@ -1,169 +1,262 @@
-"""What a start of a run comes to: config, seed, addresses and ports, kept as run.json in the data folder.
+"""What a start of a field or of a run comes to: config, addresses and ports, kept as field.json or run.json in its folder.
 
-The supervisor's programs read that file and nothing else. A resumed run keeps its config and seed and gets new ports.
+The programs of a stack read that file and nothing else. Ports of a field stay the same from start to start while they are
+free; those of a run are chosen anew. No secret is ever written: passwords are references that a client looks up.
 """
 
-import time
+import copy
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 
-from deploy.config import Config, LocalSettings, parse_config, read_toml
-from deploy.local.folder import RunFolder, create_run_folder, open_run_folder, runs_newest_first, write_whole
-from deploy.local.ports import choose_ports
-from deploy.programs import PROGRAMS
+from deploy.config import FIELD_SECTIONS, Config, parse_config, read_toml
+from deploy.local.folder import FieldFolder, RunFolder, write_whole
+from deploy.local.ports import choose_ports, is_free
+from deploy.programs import PROGRAMS_OF_FIELD, PROGRAMS_OF_RUN, Program
 from schemas.errors import BadInput
-from schemas.run import Run
+from schemas.events import Position
+from schemas.programs import OPERATOR
+from schemas.run import FIELD, LogSettings, Run
+
+_LOOPBACK = "127.0.0.1"
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """What a person asked for: the same again is the same run."""
+    """What a person asked for."""
 
     source: str
     "the config file"
     raw: dict[str, Any]
-    "what it said"
-    seed: int
+    "what it said, paths made absolute"
+    seed: int = 0
 
-    def is_same_run(self, other: "Asked") -> bool:
-        """Ports, heaps and heartbeats may change between two starts of a run; nothing else may."""
-        return self.seed == other.seed and _essence(self.raw) == _essence(other.raw)
+    @property
+    def of_field(self) -> dict[str, Any]:
+        return {name: section for name, section in self.raw.items() if name in FIELD_SECTIONS}
+
+    @property
+    def of_run(self) -> dict[str, Any]:
+        return {name: section for name, section in self.raw.items() if name not in FIELD_SECTIONS}
 
 
 class Resolved(Struct, frozen=True, kw_only=True):
-    """One start of one run."""
+    """One start of a field or of a run."""
 
     run_id: str
+    "schemas.run.FIELD for the field"
     asked: Asked
+    "with the sections of the field alone, or those of the run alone"
     config: Config
     "what was asked, with every address and folder filled in"
-    bootstrap_servers: str
-    registry_url: str
+    log: LogSettings
     blobs_url: str
+    blobs_also_read: tuple[str, ...]
+    page_url: str
+    "the web page and HTTP interface of the traces program"
     ports: dict[str, int]
-    "by the field that names each of them: local.kafka_port, vllm.port …"
+    "by the setting that names each of them: local.kafka_port, vllm.port …"
     health_ports: dict[str, int]
     "of /healthz and /metrics, by program"
+    start_number: int = 0
+    "how often the run was resumed before"
+    positions: tuple[Position, ...] = ()
+    "the end of every partition when the run started first"
 
-    def run_of(self, worker: str) -> Run:
+    def run_of(self, worker: str, program: str = OPERATOR) -> Run:
         """What a program is told."""
         return Run(
             run_id=self.run_id,
             seed=self.asked.seed,
             job=self.config.job,
-            bootstrap_servers=self.bootstrap_servers,
-            registry_url=self.registry_url,
+            log=self.log,
             blobs_url=self.blobs_url,
+            blobs_also_read=self.blobs_also_read,
+            program=program,
             worker=worker,
+            start_number=self.start_number,
+            start=self.positions,
         )
 
     @property
-    def page_url(self) -> str:
-        """The web page and HTTP interface of the traces program."""
-        return f"http://127.0.0.1:{self.config.traces.port}"
+    def has_log(self) -> bool:
+        """False for a field of which only the trace store is started."""
+        return self.run_id != FIELD or self.config.traces.follow
+
+    @property
+    def is_embedded(self) -> bool:
+        """True for a field with a broker and a registry of its own."""
+        return not self.config.log.bootstrap_servers
 
 
-def ask(source: Path, seed: int) -> Asked:
+def ask(source: Path, seed: int = 0) -> Asked:
     """Reads and checks a config file. Raises BadInput."""
     raw = read_toml(source)
-    parse_config(raw, source)
+    config = parse_config(raw, source)
+    _require_no_secret(config, source)
     return Asked(source=str(source), raw=raw, seed=seed)
 
 
-def local_settings(asked: Asked) -> LocalSettings:
-    """What the config says of the local stack."""
-    return parse_config(asked.raw, Path(asked.source)).local
-
-
-def choose_folder(runs: Path, asked: Asked, resume: bool | None) -> tuple[RunFolder, bool]:
-    """The folder of the newest unfinished run that was asked for alike, and True; or that of a new one, and False.
-
-    With resume=True there must be such a run, with resume=False none is looked for. Nothing is made. Raises BadInput.
-    """
-    if resume is not False:
-        for path in runs_newest_first(runs):
-            if _is_unfinished(path) and load(folder := open_run_folder(path)).asked.is_same_run(asked):
-                return folder, True
-    if resume:
-        raise BadInput(f"no unfinished run of {asked.source} with seed {asked.seed} in {runs}: start one with --new")
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(asked.source).stem}-seed{asked.seed}"
-    return RunFolder(runs.absolute() / name), False
-
-
-def resolve(folder: RunFolder, asked: Asked) -> Resolved:
-    """Chooses ports and fills in addresses and folders. Nothing is made. Raises BadInput."""
-    local = local_settings(asked)
-    ports = choose_ports(
-        {
-            "local.kafka_port": local.kafka_port,
-            "local.controller_port": local.controller_port,
-            "local.registry_port": local.registry_port,
-            "local.registry_management_port": local.registry_management_port,
-            "vllm.port": asked.raw.get("vllm", {}).get("port", 0),
-            "traces.port": asked.raw.get("traces", {}).get("port", 0),
-            **{_health(program.name): 0 for program in PROGRAMS},
-        }
+def resolve_field(folder: FieldFolder, asked: Asked, before: Resolved | None = None) -> Resolved:
+    """Chooses ports and fills in addresses and folders of a field. Nothing is made. Raises BadInput."""
+    raw = asked.of_field
+    config = parse_config(raw, Path(asked.source))
+    wanted = {"traces.port": raw.get("traces", {}).get("port", 0), **_health_ports(PROGRAMS_OF_FIELD)}
+    if not config.log.bootstrap_servers:
+        names = ("kafka_port", "controller_port", "registry_port", "registry_management_port")
+        wanted |= {f"local.{name}": getattr(config.local, name) for name in names}
+    ports = choose_ports(_preferring(wanted, before.ports if before else {}))
+    traces = {"dsn": f"chdb://{folder.path / 'traces'}"} | raw.get("traces", {}) | {"port": ports["traces.port"]}
+    # the traces program's /healthz listens where its page does
+    harness = {"bind": config.traces.bind}
+    config = parse_config(raw | {"traces": traces, "harness": harness}, Path(asked.source))
+    return Resolved(
+        run_id=FIELD,
+        asked=msgspec.structs.replace(asked, raw=raw),
+        config=config,
+        log=_log_settings(config.log, ports),
+        blobs_url=config.blobs.url.rstrip("/") or folder.blobs_url,
+        blobs_also_read=config.blobs.also_read,
+        page_url=f"http://{connectable(config.traces.bind)}:{config.traces.port}",
+        ports=ports,
+        health_ports={program.name: ports[_health(program)] for program in PROGRAMS_OF_FIELD},
     )
-    config = parse_config(_filled(asked.raw, ports, folder), Path(asked.source))
+
+
+def resolve_run(
+    folder: RunFolder, field: Resolved, asked: Asked, positions: tuple[Position, ...], start_number: int
+) -> Resolved:
+    """Chooses ports and fills in addresses and folders of a run on a field. Nothing is made. Raises BadInput."""
+    raw = asked.of_run
+    ports = choose_ports({"vllm.port": raw.get("vllm", {}).get("port", 0), **_health_ports(PROGRAMS_OF_RUN)})
     return Resolved(
         run_id=folder.run_id,
-        asked=asked,
-        config=config,
-        bootstrap_servers=f"127.0.0.1:{ports['local.kafka_port']}",
-        registry_url=f"http://127.0.0.1:{ports['local.registry_port']}/apis/ccompat/v7",
-        blobs_url=f"{config.blobs.url.rstrip('/')}/{folder.run_id}" if config.blobs.url else folder.blobs_url,
+        asked=msgspec.structs.replace(asked, raw=raw),
+        config=parse_config(_filled(raw, ports, folder), Path(asked.source)),
+        log=field.log,
+        blobs_url=field.blobs_url,
+        blobs_also_read=field.blobs_also_read,
+        page_url=field.page_url,
         ports=ports,
-        health_ports={program.name: ports[_health(program.name)] for program in PROGRAMS},
+        health_ports={program.name: ports[_health(program)] for program in PROGRAMS_OF_RUN},
+        start_number=start_number,
+        positions=positions,
     )
 
 
-def save(folder: RunFolder, resolved: Resolved, *, is_new: bool) -> None:
-    """Writes run.json, and makes the folder of a new run. Raises BadInput."""
-    text = msgspec.json.format(msgspec.json.encode(resolved)).decode() + "\n"
-    if is_new:
-        create_run_folder(folder, text)
-    else:
-        write_whole(folder.run_file, text)
+def config_for_log(asked: Asked) -> str:
+    """The config of a run as JSON for RunStarted: every default filled in, and nothing that belongs to the field or to this
+    machine. Addresses of servers stay when a person set them."""
+    filled: dict[str, Any] = msgspec.to_builtins(parse_config(asked.of_run, Path(asked.source)))
+    for section in FIELD_SECTIONS:
+        del filled[section]
+    for section, name in _OF_THE_MACHINE:
+        del filled[section][name]
+    for section, name in _SERVERS:
+        if name not in asked.raw.get(section, {}):
+            del filled[section][name]
+    return msgspec.json.encode(filled).decode()
 
 
-def load(folder: RunFolder) -> Resolved:
-    """What the last start of a run came to. Raises BadInput."""
-    return load_file(folder.run_file)
+_OF_THE_MACHINE = (("vllm", "port"), ("vllm", "folder"), ("reloader", "folder"), ("streams", "state_folder"))
+_SERVERS = (("reloader", "servers"), ("rollouts", "servers"))
+
+
+def require_agreement(asked: Asked, field: Resolved) -> None:
+    """Raises BadInput when a job file says something about the field that is not so."""
+    ours = parse_config(asked.of_field, Path(asked.source))
+    theirs = parse_config(field.asked.raw, Path(field.asked.source))
+    for section, settings in asked.of_field.items():
+        _require_same(f"{section}", settings, getattr(ours, section), getattr(theirs, section), asked.source)
+
+
+def _require_same(path: str, settings: dict[str, Any], ours: Any, theirs: Any, source: str) -> None:
+    for name, value in settings.items():
+        our, their = getattr(ours, name), getattr(theirs, name)
+        if isinstance(value, dict) and isinstance(our, Struct):
+            _require_same(f"{path}.{name}", value, our, their, source)
+        elif our != their:
+            raise BadInput(
+                f"{source}: {path}.{name} is {our!r} and the field has {their!r}: leave it out, or stop the field "
+                "(`replayground down`) and start it with this file (`replayground up FILE`)"
+            )
+
+
+def connectable(bind: str) -> str:
+    """The address by which something that listens on `bind` is reached from this machine."""
+    return _LOOPBACK if bind in ("", "0.0.0.0", "::") else bind
+
+
+def save(folder: FieldFolder | RunFolder, resolved: Resolved) -> None:
+    """Writes field.json or run.json. The folder must exist."""
+    write_whole(folder.file, msgspec.json.format(msgspec.json.encode(resolved)).decode() + "\n")
+
+
+def load(folder: FieldFolder | RunFolder) -> Resolved:
+    """What the last start came to. Raises BadInput."""
+    return load_file(folder.file)
 
 
 def load_file(path: Path) -> Resolved:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Resolved)
     except (OSError, msgspec.MsgspecError) as error:
-        raise BadInput(f"{path} is no file of a run ({error}): start a new run with --new") from error
+        raise BadInput(f"{path} is no file of a field or a run: {error}") from error
+
+
+def _log_settings(asked: LogSettings, ports: dict[str, int]) -> LogSettings:
+    if asked.bootstrap_servers:
+        return asked
+    return msgspec.structs.replace(
+        asked,
+        bootstrap_servers=f"{_LOOPBACK}:{ports['local.kafka_port']}",
+        registry_url=f"http://{_LOOPBACK}:{ports['local.registry_port']}/apis/ccompat/v7",
+    )
 
 
 def _filled(raw: dict[str, Any], ports: dict[str, int], folder: RunFolder) -> dict[str, Any]:
     """The config with what only the local stack can know; what a person set stays as it was set."""
-    server = f"http://127.0.0.1:{ports['vllm.port']}"
+    server = f"http://{_LOOPBACK}:{ports['vllm.port']}"
     known: dict[str, dict[str, Any]] = {
-        "vllm": {"port": ports["vllm.port"], "folder": str(folder.path / "state" / "vllm")},
+        "vllm": {"folder": str(folder.path / "state" / "vllm")},
         "reloader": {"servers": [server], "folder": str(folder.path / "state" / "reloader")},
         "rollouts": {"servers": [server]},
         "streams": {"state_folder": str(folder.path / "state" / "streams")},
-        "traces": {"port": ports["traces.port"], "dsn": f"chdb://{folder.path / 'traces'}"},
     }
     filled = {section: known.get(section, {}) | raw.get(section, {}) for section in {**known, **raw}}
     # 0 in the file means any free one: the one that was found takes its place
-    for section in ("vllm", "traces"):
-        filled[section]["port"] = ports[f"{section}.port"]
-    return filled
+    filled["vllm"]["port"] = ports["vllm.port"]
+    return copy.deepcopy(filled)
 
 
-def _health(program: str) -> str:
-    return f"health port of {program}"
+def _preferring(wanted: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    """For "any port" the one of the last start, if it is free: addresses that people wrote down stay true."""
+    kept = {name: before[name] for name, port in wanted.items() if port == 0 and name in before}
+    return wanted | {name: port for name, port in kept.items() if is_free(port)}
 
 
-def _essence(raw: dict[str, Any]) -> dict[str, Any]:
-    return {section: fields for section, fields in raw.items() if section not in ("local", "harness")}
+def _health_ports(programs: tuple[Program, ...]) -> dict[str, int]:
+    return {_health(program): 0 for program in programs}
 
 
-def _is_unfinished(path: Path) -> bool:
-    return (path / "version").exists() and not RunFolder(path).is_finished
+def _health(program: Program) -> str:
+    return f"health port of {program.name}"
+
+
+def _require_no_secret(config: Config, source: Path) -> None:
+    """Config is written to files and to the log: what is secret stands there as a reference only."""
+    security = config.log.security
+    references = {
+        "log.security.password": security.password,
+        "log.security.registry_password": security.registry_password,
+    }
+    if config.traces.dsn.startswith("clickhouse"):
+        references["the password in traces.dsn"] = urlsplit(config.traces.dsn).password or ""
+    for setting, value in references.items():
+        if value and not value.startswith(("env:", "file:")):
+            raise BadInput(
+                f"{source}: {setting} must not be written down: give env:NAME for a variable of the environment or "
+                "file:PATH for a file that holds it"
+            )

@@ -3,7 +3,7 @@
 logs        structlog, one JSON object a line on stderr; the last line of a bad input is plain, for people
 stop        SIGTERM and SIGINT set an event; the program drains and returns; exit code 0
 heartbeat   WorkerSeen on the control topic every few seconds, from the program's pulse and the process itself
-health      /healthz and /metrics (Prometheus) on a loopback port
+health      /healthz and /metrics (Prometheus) on a port of [harness] bind, which is loopback unless it is set
 stall       work is waiting and none is taken: an error in the log, /healthz fails, and a stage of the streams is ended
 retention   what a group of the run has not read is about to be forgotten by the broker: an error in the log, and how long
             is left stands in /metrics. Every program looks, since the one that does not read cannot be relied on to tell
@@ -17,27 +17,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
+import msgspec
 import psutil
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from consumers.config import TracesSettings
 from consumers.lag_watch import expiries_of
 from deploy.config import HarnessSettings
+from deploy.local.supervisor import TAKEN_OVER
 from deploy.programs import Program
-from deploy.resolve import Resolved
-from schemas.errors import BadInput, LogUnavailable
+from deploy.resolve import Resolved, connectable
+from schemas.errors import BadInput, LogUnavailable, TakenOver
 from schemas.events import Meta, WorkerSeen
 from schemas.ids import new_id, now_microseconds
 from schemas.metrics import FIGURES, Pulse
 from schemas.run import Run
+from schemas.secrets import read_secret
 from streams.log.connect import open_log
 from streams.log.protocol import Log
 
@@ -47,13 +52,15 @@ _HEARTBEAT_FLUSH_SECONDS = 5.0
 
 
 def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) -> int:
-    """Runs a program until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input.
+    """Runs a program until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input, 3 its run was resumed
+    elsewhere, so that it must not be started again.
 
     What is wrong with an input is also written to reason_file: starting again would not help, so whoever watches the
     stack ends it.
     """
     configure_logs(program.name)
-    harness = Harness(program.name, resolved.run_of(worker), resolved.config.harness, program.ends_when_stalled)
+    run = resolved.run_of(worker, program.name)
+    harness = Harness(program.name, run, resolved.config.harness, program.ends_when_stalled)
     harness.stop_on_signals()
     try:
         # before the health port opens: a program that cannot be imported must not look alive for a moment
@@ -61,19 +68,40 @@ def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) 
         logger.info("started", run_id=harness.run.run_id, worker=worker)
         with (
             harness.health_page(resolved.health_ports[program.name], is_first=worker == program.name),
-            harness.heartbeat(),
+            harness.heartbeat() if resolved.has_log else nullcontext(),
         ):
-            run_function(harness.run, getattr(resolved.config, program.name), harness.pulse, harness.stop)
+            run_function(harness.run, settings_of(program, resolved), harness.pulse, harness.stop)
             harness.wait_for_stop()
         logger.info("drained")
     except BadInput as error:
         print(error, file=sys.stderr, flush=True)
         _tell(reason_file, str(error))
         return 2
+    except TakenOver as error:
+        logger.info("taken over", reason=str(error))
+        return TAKEN_OVER
     except Exception:  # the last line of defence: told with its traceback, and the supervisor starts us again
         logger.exception("crashed")
         return 1
     return 0
+
+
+def settings_of(program: Program, resolved: Resolved) -> Any:
+    """The section of the config that belongs to a program, with the secrets that it refers to, which no file has.
+    Raises BadInput."""
+    settings = getattr(resolved.config, program.name)
+    if isinstance(settings, TracesSettings):
+        return msgspec.structs.replace(settings, dsn=_with_password(settings.dsn))
+    return settings
+
+
+def _with_password(dsn: str) -> str:
+    """A DSN whose password is a reference (env:NAME or file:PATH), with the password itself."""
+    reference = urlsplit(dsn).password
+    if not reference:
+        return dsn
+    password = read_secret(unquote(reference), "traces", "the password in [traces] dsn")
+    return dsn.replace(f":{reference}@", f":{quote(password, safe='')}@", 1)
 
 
 def _tell(reason_file: Path, reason: str) -> None:
@@ -203,13 +231,14 @@ class Harness:
     @contextmanager
     def health_page(self, port: int, is_first: bool = True) -> Iterator[None]:
         """A further worker of a program finds its port taken by the first and answers on another, which its log names."""
+        bind = self._settings.bind
         try:
-            server = _HealthServer(("127.0.0.1", port), self)
+            server = _HealthServer((bind, port), self)
         except OSError as error:
             if is_first or error.errno != errno.EADDRINUSE:
                 raise
-            server = _HealthServer(("127.0.0.1", 0), self)
-        logger.info("health", address=f"http://127.0.0.1:{server.server_port}/healthz")
+            server = _HealthServer((bind, 0), self)
+        logger.info("health", address=f"http://{connectable(bind)}:{server.server_port}/healthz")
         thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
         thread.start()
         try:

@@ -3,10 +3,26 @@
 import hashlib
 from collections.abc import Callable
 
-from schemas.events import EndedBy, Event, Meta, RolloutEnded, RolloutRequested, RolloutStarted
+import msgspec
+
+from schemas.events import EndedBy, Event, Meta, RolloutEnded, RolloutRequested, RolloutStarted, Task
 from schemas.ids import new_id, now_microseconds
 
 type Emit = Callable[[Event], None]
+
+WORLD_BYTES_INLINE = 256
+"a longer world stands in TaskSubmitted alone, and is referred to; a shorter one is not worth a second read"
+
+
+def world_hash_of(task: Task) -> str:
+    return task.world_hash or hashlib.sha256(task.world.encode()).hexdigest()
+
+
+def without_world(task: Task) -> Task:
+    """The task as events after TaskSubmitted carry it: a world that is not short is named by its hash."""
+    if len(task.world.encode()) <= WORLD_BYTES_INLINE:
+        return task
+    return msgspec.structs.replace(task, world="", world_hash=world_hash_of(task))
 
 
 class Attempt:
@@ -69,7 +85,7 @@ def close_unplayed(attempt: Attempt, worker: str, ended_by: EndedBy, reason: str
     attempt.emit(
         RolloutStarted(
             meta=attempt.meta("rollout", worker, request.task.agent),
-            task=request.task,
+            task=without_world(request.task),
             index=request.index,
             seed=request.seed,
             worker=worker,
@@ -78,7 +94,7 @@ def close_unplayed(attempt: Attempt, worker: str, ended_by: EndedBy, reason: str
             prompt_tokens=b"",
             template_hash="",
             tools_hash="",
-            world_hash=hashlib.sha256(request.task.world.encode()).hexdigest(),
+            world_hash=world_hash_of(request.task),
             required_version=request.required_version,
         )
     )

@@ -1,7 +1,8 @@
 """What a rollout worker takes from the log and when it may say that it is done: the reader's side of producers.rollouts.
 
 Windows knows which requests of each partition wait, run or have ended, and up to where everything has. Intake is the thread
-that owns the readers: it polls requests into a queue, flushes and commits what has ended, and listens for what is called off.
+that owns the readers: it polls requests and their worlds into a queue, flushes and commits what has ended, and listens for
+what is called off.
 """
 
 import asyncio
@@ -12,9 +13,13 @@ from enum import Enum
 
 from producers.cancellation import Cancellations
 from producers.config import RolloutsSettings
+from producers.worlds import Work, Worlds
 from schemas.errors import Rebalanced
 from schemas.events import Address, ControlIssued, Position, RolloutRequested
 from schemas.metrics import Pulse
+from schemas.programs import ACCESS_BY_PROGRAM
+from schemas.run import Run
+from streams.log.outbox import Outbox
 from streams.log.protocol import Delivery, Log, Reader
 from streams.rules.dead_letter import RejectLimit
 
@@ -144,18 +149,22 @@ class Intake:
     def __init__(
         self,
         log: Log,
-        run_id: str,
+        outbox: Outbox,
+        run: Run,
         windows: Windows,
         settings: RolloutsSettings,
         pulse: Pulse,
-        queue: "asyncio.Queue[Delivery]",
+        queue: "asyncio.Queue[Work]",
         call_off: Callable[[], None],
     ) -> None:
         """`call_off` is called on the event loop when `cancellations` has grown."""
         self.cancellations = Cancellations()
         self._log = log
-        self._run_id = run_id
-        self._reader = log.reader(["rollouts"], group=f"rollouts-{run_id}")
+        self._outbox = outbox
+        self._run = run
+        group = ACCESS_BY_PROGRAM["rollouts"].group_of(run.run_id)
+        self._reader = log.reader(["rollouts"], group=group, start=run.start)
+        self._worlds = Worlds(log)
         self._control: Reader | None = None
         self._windows = windows
         self._settings = settings
@@ -179,8 +188,7 @@ class Intake:
         """Runs in its own thread until `close`. Raises LogUnavailable, TooManyRejects."""
         due = time.monotonic() + self._settings.commit_seconds
         try:
-            self._control = self._log.reader(["control"])
-            self._control.seek_before_end(_CONTROL_MESSAGES_BEFORE)
+            self._control = self._log.reader(["control"], start=self._control_start())
             while not self._closing.is_set():
                 self._listen(self._control)
                 self._take()
@@ -193,9 +201,20 @@ class Intake:
             if self._control is not None:
                 self._control.close()
 
+    def _control_start(self) -> list[Position]:
+        began = {position.partition: position.offset for position in self._run.start if position.topic == "control"}
+        return [
+            Position(
+                topic=end.topic,
+                partition=end.partition,
+                offset=max(began.get(end.partition, 0), end.offset - _CONTROL_MESSAGES_BEFORE),
+            )
+            for end in self._log.end_positions(["control"])
+        ]
+
     def _listen(self, control: Reader) -> None:
         heard = [delivery.event for delivery in control.poll(1000, 0.0)]
-        ours = [event for event in heard if isinstance(event, ControlIssued) and event.meta.run_id == self._run_id]
+        ours = [event for event in heard if isinstance(event, ControlIssued) and event.meta.run_id == self._run.run_id]
         if [event for event in ours if self.cancellations.note(event)]:
             self._loop.call_soon_threadsafe(self._call_off)
 
@@ -212,14 +231,14 @@ class Intake:
         fresh = [delivery for delivery in deliveries if self._is_work(delivery)]
         self._pulse.count("events_read", len(deliveries))
         if fresh:
-            self._loop.call_soon_threadsafe(self._put, fresh)
+            self._loop.call_soon_threadsafe(self._put, self._worlds.fill(fresh))
 
     def _is_work(self, delivery: Delivery) -> bool:
         """False for a request that is held already, and for those of other runs on the same log: a worker has to get past
         all that was ever asked for, without a slot for each."""
         request = delivery.event
         self._limit.count(not isinstance(request, RolloutRequested))
-        if request is None or request.meta.run_id == self._run_id:
+        if request is None or request.meta.run_id == self._run.run_id:
             return self._windows.begin(delivery.address)
         self._windows.pass_by(delivery.address)
         return False
@@ -237,15 +256,15 @@ class Intake:
             return 0
         return max(0, 2 * self._settings.slots - self._windows.waiting - self._windows.running)
 
-    def _put(self, deliveries: list[Delivery]) -> None:
-        for delivery in deliveries:
-            self._queue.put_nowait(delivery)
+    def _put(self, taken: list[Work]) -> None:
+        for work in taken:
+            self._queue.put_nowait(work)
 
     def _commit(self) -> None:
         positions = self._windows.to_commit()
         if not positions:
             return
-        self._log.flush()  # first the messages, then the word that they are there
+        self._outbox.flush()  # first the messages, then the word that they are there
         try:
             self._reader.commit(positions)
         except Rebalanced:

@@ -20,8 +20,10 @@ from schemas.errors import BadInput
 from schemas.events import (
     AgentMessaged,
     Event,
+    Position,
     RolloutEnded,
     RolloutStarted,
+    RunStarted,
     ToolObserved,
     TurnGenerated,
     VersionSpan,
@@ -47,7 +49,7 @@ def recorded_run(servers: list[str]) -> str | None:
 def read_recording(log: Log, run_id: str) -> "Recording":
     """All turns of a run that are on the log now. Raises BadInput when there are none, LogUnavailable."""
     recording = Recording()
-    reader = log.reader(["messages"])
+    reader = log.reader(["messages"], start=_start_of(log, run_id))
     try:
         while not reader.caught_up():
             for delivery in reader.poll(_EVENTS_AT_ONCE, 0.5):
@@ -58,6 +60,19 @@ def read_recording(log: Log, run_id: str) -> "Recording":
     if not recording.turns:
         raise BadInput(f'[rollouts] servers: the log holds no turn of a run "{run_id}" that could be said again')
     return recording
+
+
+def _start_of(log: Log, run_id: str) -> list[Position]:
+    """Where the run began on the log; [] = nobody told, so it is looked for from the beginning."""
+    reader = log.reader(["runs"])
+    try:
+        while not reader.caught_up():
+            for delivery in reader.poll(_EVENTS_AT_ONCE, 0.5):
+                if isinstance(delivery.event, RunStarted) and delivery.event.meta.run_id == run_id:
+                    return delivery.event.positions
+    finally:
+        reader.close()
+    return []
 
 
 class _Said(Struct, frozen=True):

@@ -25,6 +25,7 @@ from producers.policy import Demonstrator, Moment, Policy, PolicyFailed, ServedP
 from producers.recorded import RecordedPolicy, Recording, read_recording, recorded_run
 from producers.topology import cast_of
 from producers.turns import hash_of_tools, play
+from producers.worlds import Work
 from sandboxes.backends import open_backend
 from sandboxes.libraries import LIBRARIES
 from sandboxes.outside.providers import Outside
@@ -34,7 +35,7 @@ from sandboxes.tools.registry import SHIPPED, toolset
 from sandboxes.tools.tool import Tool
 from sandboxes.workbench import Workbench
 from sandboxes.worlds.world import WORLD_TOOLS, world_from_json
-from schemas.blobs import Blobs
+from schemas.blobs import Blobs, open_blobs
 from schemas.errors import BlobDamaged, LogUnavailable
 from schemas.events import Event, Meta, RolloutRequested, WeightsPublished
 from schemas.ids import now_microseconds
@@ -42,7 +43,8 @@ from schemas.job import Job, load_job
 from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.connect import open_log
-from streams.log.protocol import Delivery, Log
+from streams.log.outbox import Outbox
+from streams.log.protocol import Log
 from streams.rules.dead_letter import rejected
 
 _DRAIN_SECONDS = 0.02
@@ -54,7 +56,7 @@ def run(run: Run, settings: RolloutsSettings, pulse: Pulse, stop: threading.Even
     for a recording that does not exist."""
     log = open_log(run)
     try:
-        work(run, settings, pulse, stop, log, Blobs(run.blobs_url))
+        work(run, settings, pulse, stop, log, open_blobs(run))
     finally:
         log.close()
 
@@ -133,6 +135,7 @@ class _Worker:
         self._pulse = pulse
         self._stop = stop
         self._log = log
+        self._outbox = Outbox(log)
         self._blobs = blobs
         self._job = job
         self._chat = chat
@@ -156,9 +159,16 @@ class _Worker:
             self._pool = pool
             self._models = models
             self._policies = self._policies_by_purpose(served)
-            queue: asyncio.Queue[Delivery] = asyncio.Queue()
+            queue: asyncio.Queue[Work] = asyncio.Queue()
             intake = Intake(
-                self._log, self._run.run_id, self._windows, self._settings, self._pulse, queue, self._call_off
+                self._log,
+                self._outbox,
+                self._run,
+                self._windows,
+                self._settings,
+                self._pulse,
+                queue,
+                self._call_off,
             )
             self._cancellations = intake.cancellations
             intake_done = asyncio.create_task(asyncio.to_thread(intake.work))
@@ -190,7 +200,7 @@ class _Worker:
             self._gauge()
             await asyncio.sleep(0.1)
 
-    async def _drain(self, queue: "asyncio.Queue[Delivery]", intake_done: "asyncio.Task[None]") -> None:
+    async def _drain(self, queue: "asyncio.Queue[Work]", intake_done: "asyncio.Task[None]") -> None:
         """What runs may end; what waits is left to another worker."""
         self._pulse.detail = "drains"
         while not queue.empty():
@@ -211,34 +221,42 @@ class _Worker:
             if self._cancellations.covers(meta):
                 recall.call_off(_CALLED_OFF)
 
-    async def _slot(self, queue: "asyncio.Queue[Delivery]") -> None:
+    async def _slot(self, queue: "asyncio.Queue[Work]") -> None:
         """Plays one request after another. A bad request becomes a fact, never a crash; a log that fails is one."""
         while True:
-            delivery = await queue.get()
-            if self._windows.start(delivery.address):
-                await self._answer(delivery)
-                self._windows.end(delivery.address)
+            work = await queue.get()
+            if self._windows.start(work.delivery.address):
+                await self._answer(work)
+                self._windows.end(work.delivery.address)
 
-    async def _answer(self, delivery: Delivery) -> None:
-        request = delivery.event
-        if not isinstance(request, RolloutRequested):
-            reason = delivery.undecodable or f"{type(request).__name__} is no request"
+    async def _answer(self, work: Work) -> None:
+        if work.request is None:
+            delivery = work.delivery
+            reason = delivery.undecodable or f"{type(delivery.event).__name__} is no request"
             self._append(rejected(self._run.run_id, STAGE, delivery, reason, now_microseconds()))
             self._pulse.count("rejected")
         else:
-            await self._play(request)
+            await self._play(work.request, work.world_missing)
 
-    async def _play(self, request: RolloutRequested) -> None:
+    async def _play(self, request: RolloutRequested, world_missing: str | None) -> None:
         if self._cancellations.covers(request.meta):
             close_unplayed(Attempt(request, self._append), self._run.worker, "cancelled", _CALLED_OFF)
             return
         try:
+            if world_missing is not None:
+                raise ValueError(world_missing)
             (tools, tools_hash), world = self._tools(request), world_from_json(request.task.world)
             policy = self._policies.get(request.meta.purpose or "train") or _Mute()
         except (ValueError, msgspec.MsgspecError) as error:
             close_unplayed(Attempt(request, self._append), self._run.worker, "infra_error", f"task: {error}")
             return
-        seconds = max(1.0, (request.deadline - now_microseconds()) / 1e6)
+        seconds = (request.deadline - now_microseconds()) / 1e6
+        if seconds <= 0:
+            # its group may have been completed without it and forgotten since: an end that counts, sampled by newer
+            # weights, would complete the group a second time. And the agent had no time to fail in
+            reason = "its deadline had passed before a slot was free"
+            close_unplayed(Attempt(request, self._append), self._run.worker, "infra_error", reason)
+            return
         owner = request.meta.trajectory_id or request.meta.id
         with self._recallable(request) as recall:
             await play(
@@ -249,7 +267,7 @@ class _Worker:
                 system_prompt=self._job.system_prompt or f"Tools: {' '.join(request.task.toolset)}",
                 worker=self._run.worker,
                 emit=self._append,
-                keep_blob=lambda data: self._blobs.put(data)[0],
+                keep_blob=self._keep_blob,
                 tools_hash=tools_hash,
                 recall=recall,
                 cast=self._cast,
@@ -273,8 +291,12 @@ class _Worker:
             self._toolsets[names] = tools, hash_of_tools(tools)
         return self._toolsets[names]
 
+    async def _keep_blob(self, data: bytes) -> str:
+        uri, _ = await asyncio.to_thread(self._blobs.put, data)
+        return uri
+
     def _append(self, event: Event) -> None:
-        self._log.append(event)
+        self._outbox.append(event)
         self._pulse.count("events_written")
 
 
@@ -287,7 +309,7 @@ class _Mute:
 
 def _chat_files(run: Run, log: Log, blobs: Blobs, stop: threading.Event) -> dict[str, bytes] | None:
     """Tokenizer and chat template of the run, from the first weights that carry a tokenizer; None when told to stop."""
-    reader = log.reader(["weights"])
+    reader = log.reader(["weights"], start=run.start)
     try:
         while not stop.is_set():
             for delivery in reader.poll(100, 0.1):

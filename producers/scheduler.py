@@ -1,34 +1,41 @@
 """scheduler: asks for rollouts, as many as staleness allows, and again when the infrastructure failed one.
 
-Plan is pure: `apply` folds what happened, `decide` says what to ask for next. The shell reads the log from its beginning,
-lets the plan catch up before its first decision, and writes what it decides; so a restart repeats nothing. Events of
-different topics arrive in any order, and every fold here gives the same state for each of them.
+Plan is pure: `apply` folds what happened, `decide` says what to ask for next. It is composed of folds that can be read one
+at a time (producers/scheduling): ledger (what is known of every open task), demand (tasks that wait), members (groups under
+way), pacing (where groups stand, and the budget), serving (weights), and cancellation. Events of different topics arrive in
+any order, and every fold gives the same state for each of them. It remembers open work and a stated horizon; the rest is
+counted (docs/decisions/0018).
 """
 
 import hashlib
-import heapq
 import threading
-from collections import Counter, deque
-from dataclasses import dataclass, field
 from functools import singledispatchmethod
 
-from producers.attempt import Attempt, close_unplayed
-from producers.cancellation import Cancellations
+import msgspec
+from msgspec import Struct
+
+from producers.attempt import Attempt, close_unplayed, without_world
+from producers.cancellation import Cancellations, CancellationsState
 from producers.config import SchedulerSettings
-from producers.lessons import Lessons
 from producers.planner import follow
+from producers.scheduling.demand import Demand, DemandState
+from producers.scheduling.ledger import Ask, Group, Judged, Ledger, LedgerState, Refusal, group_id_of
+from producers.scheduling.members import SECONDS_SAMPLED, Members, Wanted, request_id, trajectory_id
+from producers.scheduling.newest import Newest
+from producers.scheduling.pacing import GIVEN_UP_KEPT, JUDGED, OVER, Pacing, PacingState, Standing
+from producers.scheduling.serving import Serving, ServingState
 from schemas.events import (
+    Address,
+    AttemptEnded,
     BatchCut,
     ControlIssued,
     Event,
+    EventRejected,
     GroupCompleted,
     Meta,
-    Purpose,
     RolloutRequested,
-    Sampling,
     Task,
     TaskSubmitted,
-    TrajectoryAssembled,
     WeightsLoaded,
     WeightsPublished,
 )
@@ -37,10 +44,13 @@ from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
-from streams.rules.staleness import admitted, groups_allowed, oldest_version
 
-TOPICS_READ = ("tasks", "rollouts", "trajectories", "groups", "batches", "weights", "serving", "control")
+TOPICS_READ = ("tasks", "rollouts", "attempts", "groups", "batches", "weights", "serving", "control", "dead-letters")
+_FOLD = "scheduler-3"
+"changes whenever the same events would give another state"
 _SENDER = "scheduler"
+_GROUP_TOPICS = ("trajectories", "rewards", "groups")
+"keyed by group: a group that one of their messages was refused for can never be completed"
 
 
 def run(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Event) -> None:
@@ -55,7 +65,7 @@ def run(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Eve
 def schedule(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Event, log: Log) -> None:
     """The program over any log."""
     plan = Plan(run, settings)
-    follow(plan, run.run_id, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(plan, pulse))
+    follow(plan, run, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(plan, pulse))
 
 
 def _tell(plan: "Plan", pulse: Pulse) -> None:
@@ -65,61 +75,20 @@ def _tell(plan: "Plan", pulse: Pulse) -> None:
     pulse.detail = ("paused; " if plan.is_paused else "") + (
         f"groups: {plan.groups_accepted} accepted, {plan.groups_running} running, {plan.groups_budget} allowed"
         + (f", {plan.groups_stale} too old to be trained on" if plan.groups_stale else "")
+        + (f", {plan.groups_given_up} refused ({plan.refused_because})" if plan.groups_given_up else "")
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """What every member of a group is asked with. `meta` is that of the task, or of a request for a member of it."""
+class _PlanState(Struct, frozen=True):
+    """All that the plan remembers of the log."""
 
-    meta: Meta = field(compare=False)
-    task_id: str
-    session_id: str | None
-    purpose: Purpose
-    priority: int
-    task: Task
-    sampling: Sampling
-    required_version: int | None
-
-    @property
-    def group_id(self) -> str:
-        return derived_id("group", self.task_id)
-
-    @classmethod
-    def of(cls, event: TaskSubmitted | RolloutRequested) -> "_Ask":
-        meta = event.meta
-        return cls(
-            meta=meta,
-            task_id=meta.task_id or "",
-            session_id=meta.session_id,
-            purpose=meta.purpose or "train",
-            priority=meta.priority,
-            task=event.task,
-            sampling=event.sampling,
-            required_version=event.required_version,
-        )
-
-
-@dataclass(slots=True)
-class _Member:
-    """One place of a group."""
-
-    retry: int = -1
-    "of the newest request; -1 = not asked for yet"
-    failed: dict[str, int] = field(default_factory=dict)
-    "ids of requests that ended by infra_error or not at all, and when"
-    ended: bool = False
-    closed: bool = False
-    repair_due: bool = False
-
-
-@dataclass(slots=True)
-class _Group:
-    """A group under way. Known from its requests, or from a trajectory that was read before them."""
-
-    ask: _Ask | None = None
-    members: dict[int, _Member] = field(default_factory=dict)
-    members_ended: int = 0
+    ledger: LedgerState
+    demand: DemandState
+    pacing: PacingState
+    serving: ServingState
+    cancellations: CancellationsState
+    seconds_sampled: list[int]
+    is_paused: bool
 
 
 class Plan:
@@ -128,378 +97,305 @@ class Plan:
     def __init__(self, run: Run, settings: SchedulerSettings) -> None:
         self._run = run
         self._settings = settings
-        self._known_tasks: set[str] = set()
-        self._finished: set[str] = set()
-        "tasks whose groups are over; all that is kept of them"
-        self._pending: dict[tuple[Purpose, int | None], deque[_Ask]] = {}
-        "tasks not asked for yet, by purpose and required version; those of training are in _lessons"
-        self._lessons: Lessons[_Ask] = Lessons(settings, run.seed)
-        self._groups: dict[str, _Group] = {}
-        "by task id"
-        self._members_open: Counter[str] = Counter()
-        "by purpose"
-        self._unsettled: set[str] = set()
-        "tasks whose groups want a look: a member is missing or has failed"
-        self._repairs: list[tuple[int, str, int]] = []
-        self._overdue: list[tuple[int, str, int, int]] = []
-        self._train_running: set[str] = set()
-        "group ids"
-        self._completed: set[str] = set()
-        self._accepted: set[str] = set()
-        "groups that teach, but for stale ones"
-        self._stale: set[str] = set()
-        self._cut: set[str] = set()
-        "groups that are in batches"
-        self._uncut: list[tuple[int, str]] = []
-        "a heap of groups that were accepted before a batch was known to hold them, by the oldest version behind each"
-        self._batches_cut = 0
-        self._seconds_sampled: set[int] = set()
-        "in which a rollout that a server sampled came to an end that counts"
-        self._serving: dict[str, int] = {}
-        self._version_served_max = -1
-        self.version = -1
-        "newest published version"
-        self.is_paused = False
+        self._ledger = Ledger()
+        self._demand = Demand(settings, run.seed)
+        self._members = Members(self._ledger, settings)
+        self._pacing = Pacing(run.job)
+        self._serving = Serving()
         self._cancellations = Cancellations()
         self._is_calling_off = False
         "true while something may have been called off that is not closed yet"
+        self.is_paused = False
 
     # what happened
 
     @singledispatchmethod
-    def apply(self, event: Event) -> None:
-        """Takes note of a fact of the run; the same fact twice changes nothing. Scheduling depends on no other."""
+    def apply(self, event: Event, address: Address | None = None) -> None:
+        """Takes note of a fact of the run; the same fact twice changes nothing. Scheduling depends on no other. Without an
+        address it is a decision of our own, or has none."""
 
     @apply.register
-    def _(self, event: TaskSubmitted) -> None:
-        ask = _Ask.of(event)
-        if ask.task_id in self._known_tasks or ask.task_id in self._finished:
+    def _(self, event: TaskSubmitted, address: Address | None = None) -> None:
+        if event.meta.purpose == "replay":
             return
-        self._known_tasks.add(ask.task_id)
-        if ask.purpose == "train" and ask.required_version is None:
-            self._lessons.add(ask, ask.task)
-        else:
-            self._pending.setdefault((ask.purpose, ask.required_version), deque()).append(ask)
-        self._note_called_off(ask)
+        ask = _ask_of(event, address, self._run.seed)
+        if self._ledger.submit(event, ask, address.partition if address is not None else 0):
+            self._demand.submitted(ask)
+            self._note_called_off(ask.task_id if ask.task_id in self._cancellations else None)
+            self._place(ask.group_id)
+            self._is_calling_off = self._is_calling_off or self._is_called_off(ask)
 
     @apply.register
-    def _(self, event: RolloutRequested) -> None:
-        ask = _Ask.of(event)
-        if ask.purpose == "train":
-            self._lessons.asked(ask.group_id, ask.task, ask.group_id in self._completed)
-        if ask.purpose == "train" and ask.group_id not in self._completed:
-            self._train_running.add(ask.group_id)  # also when all members have ended: it may yet be judged live
-        group = self._group(ask.task_id)
-        if group is None:
-            return
-        if group.ask is None:
-            self._take_up(group, ask)
-        self._note_called_off(ask)
-        member = group.members.setdefault(event.index, _Member())
-        if event.retry > member.retry:
-            member.retry = event.retry
-            due = event.deadline + int(self._settings.overdue_seconds * 1e6)
-            heapq.heappush(self._overdue, (due, ask.task_id, event.index, event.retry))
-        self._unsettled.add(ask.task_id)
-
-    @apply.register
-    def _(self, event: TrajectoryAssembled) -> None:
-        task_id = event.meta.task_id or ""
-        if event.policy_version_oldest is not None and event.ended_by != "infra_error":
-            self._seconds_sampled.add(event.meta.timestamp // 1_000_000)
-        group = None if event.meta.purpose == "replay" else self._group(task_id)
-        if group is None:
-            return
-        member = group.members.setdefault(event.index, _Member())
-        if event.ended_by == "infra_error":
-            member.failed.setdefault(event.meta.correlation_id or "", event.meta.timestamp)
-            self._unsettled.add(task_id)
-        elif not member.ended:
-            member.ended = True
-            group.members_ended += 1
-            if group.ask is not None:
-                self._members_open[group.ask.purpose] -= 1
-            self._finish_if_over(task_id, group, event.task.group_size)
-
-    @apply.register
-    def _(self, event: GroupCompleted) -> None:
+    def _(self, event: RolloutRequested, address: Address | None = None) -> None:
         group_id = event.meta.group_id or ""
-        if event.meta.purpose != "train" or group_id in self._completed:
-            return
-        self._completed.add(group_id)
-        self._train_running.discard(group_id)
-        self._lessons.completed(group_id, event)
-        if event.dropped_because is None and group_id not in self._stale:
-            self._accept(group_id, oldest_version(event))
+        group = self._ledger.find(group_id)
+        if group is not None:
+            self._members.note_request(group_id, group, event)
+            self._place(group_id)
 
     @apply.register
-    def _(self, event: BatchCut) -> None:
-        self._cut.update(event.groups)
-        self._batches_cut = max(self._batches_cut, event.index + 1)
-        self._stale.update(event.groups_stale)
-        self._accepted.difference_update(event.groups_stale)
-        self._note_stale()
-
-    def _accept(self, group_id: str, oldest: int | None) -> None:
-        if oldest is None:
-            self._stale.add(group_id)  # no batch ever takes it
-            return
-        self._accepted.add(group_id)
-        if group_id not in self._cut:
-            heapq.heappush(self._uncut, (oldest, group_id))
-            self._note_stale()
-
-    def _note_stale(self) -> None:
-        """Gives up groups that no batch to come can take. The cutter tells of them too, but with its next batch, and that
-        it may not be able to cut without the groups that are asked for instead. A batch that is cut already and not
-        read yet holds none of them, since it is of later weights still."""
-        training_version = self._run.job.first_version + self._batches_cut
-        while self._uncut and not admitted(training_version, self._uncut[0][0], self._run.job.staleness_max):
-            _, group_id = heapq.heappop(self._uncut)
-            if group_id not in self._cut:
-                self._stale.add(group_id)
-                self._accepted.discard(group_id)
+    def _(self, event: AttemptEnded, address: Address | None = None) -> None:
+        self._members.note_sampled(event)
+        group_id = event.meta.group_id or ""
+        group = None if event.meta.purpose == "replay" else self._ledger.find(group_id)
+        if group is not None:
+            self._members.note_end(group_id, group, event)
+            self._place(group_id)
 
     @apply.register
-    def _(self, event: WeightsPublished) -> None:
-        self.version = max(self.version, event.version)
-        self._lessons.published(self.version)
+    def _(self, event: GroupCompleted, address: Address | None = None) -> None:
+        group_id = event.meta.group_id or ""
+        group = self._ledger.find(group_id) if event.meta.purpose == "train" else None
+        if group is not None and group.judged is None:
+            group.judged = Judged.of(event)
+            self._place(group_id)
 
     @apply.register
-    def _(self, event: WeightsLoaded) -> None:
-        if event.refusal is not None:
-            self._serving.pop(event.server, None)  # what it serves now is not known to be verified
-            return
-        self._serving[event.server] = event.version
-        self._version_served_max = max(self._version_served_max, event.version)
+    def _(self, event: BatchCut, address: Address | None = None) -> None:
+        for group_id in event.groups:
+            group = self._ledger.find(group_id)
+            if group is not None:
+                group.is_cut = True
+                self._place(group_id)
+        for group_id in event.groups_stale:
+            group = self._ledger.find(group_id)
+            if group is not None:
+                group.is_stale = True
+                self._place(group_id)
+        self._pacing.note_batch(event)
+        for group_id in self._pacing.with_standing("uncut"):
+            self._place(group_id)
 
     @apply.register
-    def _(self, event: ControlIssued) -> None:
+    def _(self, event: WeightsPublished, address: Address | None = None) -> None:
+        self._serving.note_published(event)
+        self._demand.published(self._serving.version)
+
+    @apply.register
+    def _(self, event: WeightsLoaded, address: Address | None = None) -> None:
+        self._serving.note_loaded(event)
+
+    @apply.register
+    def _(self, event: ControlIssued, address: Address | None = None) -> None:
         if event.command in ("pause", "drain", "resume"):
             self.is_paused = event.command != "resume"
         if self._cancellations.note(event):
             self._is_calling_off = True
+            self._note_called_off(event.meta.task_id)
 
-    def _note_called_off(self, ask: _Ask) -> None:
-        """Whether the cancellation or the task is read first must not matter."""
-        if self._cancellations and self._cancellations.covers(ask.meta):
-            self._is_calling_off = True
+    @apply.register
+    def _(self, event: EventRejected, address: Address | None = None) -> None:
+        key = (event.original_key or b"").decode("utf-8", "replace")
+        if event.origin.topic == "rollouts":
+            self._members.note_refused(key, event)
+        elif event.origin.topic in _GROUP_TOPICS:
+            group = self._ledger.find(key)
+            if group is not None and group.refusal is None:
+                group.refusal = Refusal(event.meta.timestamp, f"{event.stage}: {event.reason}")
+                self._place(key)
 
-    def _take_up(self, group: _Group, ask: _Ask) -> None:
-        group.ask = ask
-        self._members_open[ask.purpose] += ask.task.group_size - group.members_ended
+    def _place(self, group_id: str) -> None:
+        """Counts a group where its facts put it now. One that is over is forgotten."""
+        group = self._ledger.find(group_id)
+        assert group is not None
+        ask = group.ask
+        if ask is None:
+            return  # facts of it were read before the task itself
+        self._move(group_id, group, ask, self._standing_of(group, ask))
 
-    def _group(self, task_id: str) -> _Group | None:
-        """The group of a task, new if it must be; None when it is over."""
-        return None if task_id in self._finished else self._groups.setdefault(task_id, _Group())
+    def _standing_of(self, group: Group, ask: Ask) -> Standing:
+        return self._pacing.standing_of(group, self._is_called_off(ask), self._ledger.is_caught_up)
 
-    def _finish_if_over(self, task_id: str, group: _Group, group_size: int) -> None:
-        if group.members_ended < group_size:
-            return
-        self._finished.add(task_id)
-        self._known_tasks.discard(task_id)
-        self._unsettled.discard(task_id)
-        del self._groups[task_id]
+    def _move(self, group_id: str, group: Group, ask: Ask, standing: Standing, *, is_restored: bool = False) -> None:
+        before = self._pacing.place(group_id, group, standing)
+        if before == "waiting" != standing:
+            self._demand.remove(ask)
+        if before != "waiting" == standing:
+            self._demand.add(ask)
+        if group.judged is not None and standing in JUDGED and before not in JUDGED and not is_restored:
+            self._demand.observe(ask, group.judged)
+        if standing in OVER:
+            self._forget(group_id, group)
+        else:
+            is_open = standing in ("running", "closing")
+            self._members.count(group_id, ask.purpose, ask.task.group_size - group.members_ended if is_open else 0)
+
+    def _forget(self, group_id: str, group: Group) -> None:
+        self._members.forget(group_id, group)
+        self._ledger.forget(group_id)
 
     # what follows
 
     def decide(self, now: int) -> list[Event]:
-        """What to write next; it counts as done at once. `now` is in microseconds. While paused nothing is asked for,
-        and what runs goes on to its end; what is called off is closed all the same."""
+        """What to write next; it counts as done at once. `now` is in microseconds. Call it when everything that was on the
+        log has been applied. While paused nothing is asked for, and what runs goes on to its end; what is called off is
+        closed all the same."""
         events: list[Event] = []
+        self._settle()
+        self._forget_given_up()
+        self._let_go()
         self._call_off(now, events)
-        if self.is_paused:
-            return events
-        self._note_overdue(now)
-        self._settle(now, events)
-        self._repair(now, events)
-        self._demonstrate(now, events)
-        self._evaluate(now, events)
-        self._train(now, events)
+        if not self.is_paused:
+            for wanted in self._members.next(now, self._can_be_served):
+                self._ask_again(wanted, now, events)
+            self._demonstrate(now, events)
+            self._evaluate(now, events)
+            self._train(now, events)
         return events
 
     @property
+    def version(self) -> int:
+        """Newest published version."""
+        return self._serving.version
+
+    @property
     def groups_accepted(self) -> int:
-        return len(self._accepted)
+        return self._pacing.accepted
 
     @property
     def groups_stale(self) -> int:
-        """Groups that taught something and were too old when they ended, or that no batch may take for another reason."""
-        return len(self._stale)
+        return self._pacing.stale
 
     @property
     def groups_running(self) -> int:
-        return len(self._train_running)
+        return self._pacing.running
+
+    @property
+    def groups_given_up(self) -> int:
+        return self._pacing.given_up
+
+    @property
+    def refused_because(self) -> str:
+        """Why the newest group was given up that is remembered."""
+        refused = [self._refused(group_id) for group_id in self._pacing.with_standing("given_up")]
+        newest = max(refused, key=lambda each: each[:2], default=None)
+        return newest[2].refusal.reason if newest is not None and newest[2].refusal is not None else "long ago"
 
     @property
     def groups_budget(self) -> int:
-        """Upper bound of accepted and running groups."""
-        job = self._run.job
-        versions_trained = max(0, self.version - self._run.job.first_version)
-        return groups_allowed(versions_trained, job.staleness_target, job.groups_per_batch)
+        return self._pacing.budget(self.version)
 
     @property
     def rollouts_running(self) -> int:
-        return sum(self._members_open.values())
+        return self._members.running_of_all
 
     @property
     def tasks_waiting(self) -> int:
-        return len(self._lessons) + sum(len(asks) for asks in self._pending.values())
+        return len(self._demand)
+
+    def _note_called_off(self, task_id: str | None) -> None:
+        group = None if task_id is None else self._ledger.find(group_id_of(task_id))
+        if group is not None:
+            group.is_called_off = True
+
+    def _is_called_off(self, ask: Ask) -> bool:
+        group = self._ledger.find(ask.group_id)
+        if group is not None and group.is_called_off:
+            return True
+        return bool(self._cancellations) and self._cancellations.covers_task(
+            ask.task_id, ask.session_id, ask.submitted_at
+        )
 
     def _call_off(self, now: int, events: list[Event]) -> None:
         """Closes every member that is called off and has not ended: absence is a fact, so that whoever counts can end."""
         if not self._is_calling_off:
             return
         self._is_calling_off = False
-        for asks in self._pending.values():
-            for ask in [ask for ask in asks if self._cancellations.covers(ask.meta)]:
-                asks.remove(ask)
-                self._close_unasked(ask)
-        lessons = [ask for ask in self._lessons.waiting() if self._cancellations.covers(ask.meta)]
-        self._lessons.remove(lessons)
-        for ask in lessons:
-            self._close_unasked(ask)
-        for group in self._groups.values():
-            if group.ask is not None and self._cancellations.covers(group.ask.meta):
+        for group_id, group in self._ledger:
+            if group.ask is not None and self._is_called_off(group.ask):
+                self._place(group_id)
                 for index in range(group.ask.task.group_size):
-                    self._close(group.ask, index, group.members.setdefault(index, _Member()), "called off", now, events)
+                    self._close(group.ask, index, "called off", now, events)
 
-    def _close_unasked(self, ask: _Ask) -> None:
-        """A task that was never asked for becomes a group, to be closed like any other."""
-        group = self._group(ask.task_id)
-        if group is not None and group.ask is None:
-            self._take_up(group, ask)
-
-    def _close(self, ask: _Ask, index: int, member: _Member, reason: str, now: int, events: list[Event]) -> None:
+    def _close(self, ask: Ask, index: int, reason: str, now: int, events: list[Event]) -> None:
         """Ends a member as cancelled, unless it has ended. The attempt is the same each time it is closed."""
-        if member.ended or member.closed:
+        group = self._ledger.find(ask.group_id)
+        if group is None or not self._members.close(ask.group_id, index):
             return
-        member.closed = True
-        request = self._requested(ask, index, max(0, member.retry), now)
+        request = self._request(ask, index, max(0, group.member(index).retry), now)
         attempt = Attempt(request, events.append, derived_id("cancelled", request.meta.id))
         close_unplayed(attempt, _SENDER, "cancelled", reason)
 
-    def _note_overdue(self, now: int) -> None:
-        """A request whose end was never seen has failed: its worker died and nobody took it over."""
-        while self._overdue and self._overdue[0][0] <= now:
-            _, task_id, index, retry = heapq.heappop(self._overdue)
-            group = self._groups.get(task_id)
-            member = group.members[index] if group is not None else None
-            if member is not None and member.retry == retry and not member.ended:
-                member.failed.setdefault(_request_id(task_id, index, retry), now)
-                self._unsettled.add(task_id)
+    def _settle(self) -> None:
+        if self._ledger.settle():
+            for group_id, _ in self._ledger:
+                self._place(group_id)
+        self._members.assign_refused()
 
-    def _settle(self, now: int, events: list[Event]) -> None:
-        """Asks for members that a crash left out, and sets a time for those that failed."""
-        unsettled, self._unsettled = self._unsettled, set()
-        for task_id in unsettled:
-            group = self._groups[task_id]
-            if group.ask is None:
-                continue  # only trajectories of it were read yet; its requests will bring it here again
-            for index in range(group.ask.task.group_size):
-                member = group.members.setdefault(index, _Member())
-                if member.retry < 0 and not member.ended and not member.closed:
-                    self._request(group.ask, index, 0, now, events)
-                elif self._has_failed(task_id, index, member) and not member.repair_due:
-                    member.repair_due = True
-                    wait_seconds = self._settings.retry_seconds * 2 ** min(member.retry, self._settings.retries_max)
-                    heapq.heappush(self._repairs, (now + int(wait_seconds * 1e6), task_id, index))
+    def _forget_given_up(self) -> None:
+        """Counts and forgets groups that were given up long ago."""
+        given_up = self._pacing.with_standing("given_up")
+        if len(given_up) > GIVEN_UP_KEPT:
+            refused = sorted((self._refused(group_id) for group_id in given_up), key=lambda each: each[:2])
+            for _, group_id, group in refused[:-GIVEN_UP_KEPT]:
+                self._pacing.forget(group_id)
+                self._forget(group_id, group)
 
-    def _repair(self, now: int, events: list[Event]) -> None:
-        """Asks again for members whose time has come, or gives them up."""
-        while self._repairs and self._repairs[0][0] <= now:
-            _, task_id, index = heapq.heappop(self._repairs)
-            group = self._groups.get(task_id)
-            if group is None or group.ask is None:
-                continue
-            member = group.members[index]
-            if not self._has_failed(task_id, index, member):
-                member.repair_due = False
-            elif not self._can_be_served(group.ask):
-                heapq.heappush(self._repairs, (now + 1_000_000, task_id, index))
-            else:
-                member.repair_due = False
-                self._ask_again(group.ask, index, member, now, events)
+    def _refused(self, group_id: str) -> tuple[int, str, Group]:
+        group = self._ledger.find(group_id)
+        assert group is not None
+        assert group.refusal is not None
+        return group.refusal.at, group_id, group
 
-    def _has_failed(self, task_id: str, index: int, member: _Member) -> bool:
-        return not member.ended and not member.closed and _request_id(task_id, index, member.retry) in member.failed
+    def _let_go(self) -> None:
+        """Of a curriculum: what still waits after many newer tasks is not asked for any more, called off or not."""
+        closing = [self._ledger.find(group_id) for group_id in self._pacing.with_standing("closing")]
+        asks = [group.ask for group in closing if group is not None and group.ask is not None]
+        for ask in (*self._demand.waiting_too_long(), *filter(self._demand.is_let_go, asks)):
+            group = self._ledger.find(ask.group_id)
+            assert group is not None
+            self._move(ask.group_id, group, ask, "unasked")
 
-    def _ask_again(self, ask: _Ask, index: int, member: _Member, now: int, events: list[Event]) -> None:
-        if not self._is_hopeless(ask, member):
-            self._request(ask, index, member.retry + 1, now, events)
-            return
-        reason = f"given up after {member.retry + 1} requests that all failed"
-        self._close(ask, index, member, reason, now, events)
+    def _ask_again(self, wanted: Wanted, now: int, events: list[Event]) -> None:
+        if wanted.given_up_because is None:
+            self._ask(wanted.ask, wanted.index, wanted.retry, now, events)
+        else:
+            self._close(wanted.ask, wanted.index, wanted.given_up_because, now, events)
 
-    def _is_hopeless(self, ask: _Ask, member: _Member) -> bool:
-        """Enough requests failed, and others succeeded between its last two failures: the fault is its own. While nobody
-        succeeds the servers are away; giving members up would count that against the agent, as cancelled is no success."""
-        if member.retry < self._settings.retries_max:
-            return False
-        failed_seconds = sorted(failed_at // 1_000_000 for failed_at in member.failed.values())
-        first, before, last = failed_seconds[0], failed_seconds[-2:][0], failed_seconds[-1]
-        is_outage = self._seconds_sampled.isdisjoint(range(before + 1, last))
-        return not is_outage or last - first > self._settings.outage_seconds_max or ask.purpose == "demonstrate"
-
-    def _can_be_served(self, ask: _Ask) -> bool:
+    def _can_be_served(self, ask: Ask) -> bool:
         if ask.purpose == "demonstrate":
             return True
         if ask.required_version is not None:
-            return ask.required_version in self._serving.values()
-        return self._version_served_max >= self._run.job.first_version
+            return self._serving.serves(ask.required_version)
+        return self._serving.version_served_max >= self._run.job.first_version
 
     def _demonstrate(self, now: int, events: list[Event]) -> None:
-        room = self._settings.demonstrations_in_flight - self._members_open["demonstrate"]
-        self._open_while(("demonstrate", None), room, now, events)
+        room = self._settings.demonstrations_in_flight - self._members.running("demonstrate")
+        while room > 0 and (ask := self._demand.next("demonstrate", self._can_be_served)) is not None:
+            room -= self._open(ask, now, events)
 
     def _evaluate(self, now: int, events: list[Event]) -> None:
         """An evaluation is asked for only while a server serves just what it judges."""
-        for place, asks in list(self._pending.items()):
-            if place[0] == "eval" and asks and self._can_be_served(asks[0]):
-                room = self._settings.evaluations_in_flight - self._members_open["eval"]
-                self._open_while(place, room, now, events)
+        room = self._settings.evaluations_in_flight - self._members.running("eval")
+        while room > 0 and (ask := self._demand.next("eval", self._can_be_served)) is not None:
+            room -= self._open(ask, now, events)
 
     def _train(self, now: int, events: list[Event]) -> None:
-        """Pace instead of discarding (GRPO.md): groups that teach nothing or became stale are replaced by new ones."""
-        job = self._run.job
-        accepted = self.groups_accepted
-        while (
-            self._lessons
-            and accepted < job.steps * job.groups_per_batch
-            and accepted + len(self._train_running) < self.groups_budget
-            and self._version_served_max >= job.first_version
-        ):
-            groups_asked = len(self._train_running) + len(self._completed)
-            self._open(self._lessons.take(self.version, groups_asked), now, events)
+        if self._serving.version_served_max < self._run.job.first_version:
+            return
+        while self._demand.has_lessons and self._pacing.has_room(self.version):
+            self._open(self._demand.lesson(self.version, self._pacing.asked), now, events)
 
-    def _open_while(self, place: tuple[Purpose, int | None], room: int, now: int, events: list[Event]) -> None:
-        asks = self._pending.get(place)
-        while asks and room > 0:
-            room -= self._open(asks.popleft(), now, events)
-
-    def _open(self, ask: _Ask, now: int, events: list[Event]) -> int:
-        """Asks for all members of a group, side by side; returns how many, 0 when that was done before."""
-        if ask.task_id in self._finished or ask.task_id in self._groups:
-            return 0
+    def _open(self, ask: Ask, now: int, events: list[Event]) -> int:
+        """Asks for all members of a group, side by side; returns how many."""
         for index in range(ask.task.group_size):
-            self._request(ask, index, 0, now, events)
+            self._ask(ask, index, 0, now, events)
         return ask.task.group_size
 
-    def _request(self, ask: _Ask, index: int, retry: int, now: int, events: list[Event]) -> None:
-        request = self._requested(ask, index, retry, now)
+    def _ask(self, ask: Ask, index: int, retry: int, now: int, events: list[Event]) -> None:
+        request = self._request(ask, index, retry, now)
         self.apply(request)
-        self._unsettled.discard(ask.task_id)
         events.append(request)
 
-    def _requested(self, ask: _Ask, index: int, retry: int, now: int) -> RolloutRequested:
+    def _request(self, ask: Ask, index: int, retry: int, now: int) -> RolloutRequested:
         return RolloutRequested(
             meta=Meta(
-                id=_request_id(ask.task_id, index, retry),
+                id=request_id(ask.task_id, index, retry),
                 run_id=self._run.run_id,
                 session_id=ask.session_id,
                 task_id=ask.task_id,
                 group_id=ask.group_id,
-                trajectory_id=derived_id("trajectory", ask.task_id, index),
+                trajectory_id=trajectory_id(ask.task_id, index),
                 category="request",
                 topic="rollouts",
                 sender=_SENDER,
@@ -511,16 +407,73 @@ class Plan:
             ),
             task=ask.task,
             index=index,
-            seed=_seed(self._run.seed, ask.task, index),
+            seed=ask.seeds[index],
             sampling=ask.sampling,
             deadline=now + int(self._settings.deadline_seconds * 1e6),
             required_version=ask.required_version,
             retry=retry,
+            world_at=ask.world_at,
         )
 
+    # what is remembered
 
-def _request_id(task_id: str, index: int, retry: int) -> str:
-    return derived_id("RolloutRequested", task_id, index, retry)
+    @property
+    def code_version(self) -> str:
+        """Of the fold and of the settings that it depends on."""
+        job, settings = self._run.job, self._settings
+        figures = (
+            *(self._run.seed, job.first_version, job.staleness_max),
+            *(settings.curriculum, settings.curriculum_tags, settings.curriculum_half_life_versions),
+        )
+        return f"{_FOLD}/{hashlib.sha256(msgspec.json.encode(figures)).hexdigest()[:16]}"
+
+    def encode(self) -> bytes:
+        """The state, the same bytes for the same facts. Call it after `decide`, when what that decided is on the log."""
+        state = _PlanState(
+            ledger=self._ledger.state(),
+            demand=self._demand.state(),
+            pacing=self._pacing.state(),
+            serving=self._serving.state(),
+            cancellations=self._cancellations.state(),
+            seconds_sampled=list(self._members.seconds_sampled),
+            is_paused=self.is_paused,
+        )
+        return msgspec.msgpack.encode(state)  # each fold sorts what has no order of its own
+
+    def restore(self, encoded: bytes) -> None:
+        """Goes on from a state; what was read before must be nothing."""
+        state = msgspec.msgpack.decode(encoded, type=_PlanState)
+        self._serving.restore(state.serving)
+        self._demand.restore(state.demand)
+        self._demand.published(self._serving.version)
+        self._pacing.restore(state.pacing)
+        self._cancellations.restore(state.cancellations)
+        self._members.seconds_sampled = Newest(SECONDS_SAMPLED, state.seconds_sampled)
+        self.is_paused = state.is_paused
+        self._ledger.restore(state.ledger)
+        for group_id, group in self._ledger:
+            assert group.ask is not None
+            self._move(group_id, group, group.ask, self._standing_of(group, group.ask), is_restored=True)
+            self._members.restore(group_id, group)
+        self._is_calling_off = bool(self._cancellations)
+
+
+def _ask_of(event: TaskSubmitted, address: Address | None, run_seed: int) -> Ask:
+    meta, task = event.meta, event.task
+    kept = without_world(task) if address is not None else task
+    return Ask(
+        task_id=meta.task_id or "",
+        group_id=group_id_of(meta.task_id or ""),
+        session_id=meta.session_id,
+        purpose=meta.purpose or "train",
+        priority=meta.priority,
+        submitted_at=meta.timestamp,
+        task=kept,
+        world_at=None if kept is task else address,
+        seeds=[_seed(run_seed, task, index) for index in range(task.group_size)],
+        sampling=event.sampling,
+        required_version=event.required_version,
+    )
 
 
 def _seed(run_seed: int, task: Task, index: int) -> int:

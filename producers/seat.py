@@ -6,7 +6,7 @@ extend it exactly, a new context begins, and the event that begins it says why.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,8 +23,8 @@ from sandboxes.workbench import Observation, Workbench
 from schemas.events import AgentMessaged, EndedBy, Sampling, Task, ToolCalled, ToolObserved, TurnGenerated
 from schemas.packed import pack_logprobs, pack_tokens
 
-type KeepBlob = Callable[[bytes], str]
-"Stores bytes that a tool produced and returns their uri."
+type KeepBlob = Callable[[bytes], Awaitable[str]]
+"Stores bytes that a tool produced, off the event loop, and returns their uri."
 
 
 class Ended(Exception):
@@ -145,12 +145,12 @@ class Seat:
                 case Idle():
                     raise Ended("agent_error", "neither a call nor an answer")
                 case Malformed(reason):
-                    self._observe("", _told(f"error: {reason}{self._right_form()}"))
+                    await self._observe("", _told(f"error: {reason}{self._right_form()}"))
                 case Call() if said.tool in self.errands:
                     wrong = complaint(said.tool, self.errands[said.tool].parameters, said.arguments)
                     if wrong is None:
                         return said
-                    self._observe("", _told(f"error: {wrong}"))
+                    await self._observe("", _told(f"error: {wrong}"))
                 case Call():
                     await self._use_tool(said)
 
@@ -221,15 +221,16 @@ class Seat:
         )
         if call.tool in self.rollout.bench.tools and call.tool not in self.tools:
             refusal = f"error: there is no tool {call.tool!r}; the tools are {', '.join(self.tools)}"
-            self._observe(call.tool, _told(refusal))
+            await self._observe(call.tool, _told(refusal))
             return
         async with self.rollout.bench_lock:
             observation = await self.rollout.bench.call(call.tool, call.arguments)
-        self._observe(call.tool, observation)
+        await self._observe(call.tool, observation)
 
-    def _observe(self, tool: str, observation: Observation) -> None:
+    async def _observe(self, tool: str, observation: Observation) -> None:
         """Shows the agent what came back. What would not fit into its tokens is recorded, and not read."""
         rollout = self.rollout
+        blobs = [await rollout.keep_blob(blob.data) for blob in observation.blobs]
         extension, fits = self._read(Message("tool", observation.content))
         rollout.attempt.emit(
             ToolObserved(
@@ -240,7 +241,7 @@ class Seat:
                 is_error=observation.is_error,
                 error_kind=observation.error_kind,
                 milliseconds=observation.milliseconds,
-                blobs=[rollout.keep_blob(blob.data) for blob in observation.blobs],
+                blobs=blobs,
                 perturbation=msgspec.json.encode(observation.perturbation).decode()
                 if observation.perturbation
                 else None,

@@ -3,7 +3,7 @@
 Three kinds in equal thirds: calc (arithmetic), look (one look-up) and lookcalc (a look-up, then arithmetic). What the
 policy has to find out: price and weight are right in sql, stock and orders in kv. The other source is stale four times in
 five (price, stock) or has nothing (weight, orders), and any look-up may be busy. A world holds eight of the 24 items, the
-asked one among them: the JSON of a world travels in several events and stays small.
+asked one among them, and stays small: a million tasks are a gigabyte of worlds, once each.
 
 Held out: a quarter of the (item, attribute) pairs, never seen in training; for calc, new numbers.
 """
@@ -12,6 +12,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from itertools import count, islice
 
 from sandboxes.worlds.perturbations import Rule
 from sandboxes.worlds.world import Table, World
@@ -44,6 +45,9 @@ PERTURBATIONS = (
     Rule(kind="stale", tools=("sql",), probability=STALE_SHARE, match=r"\bstock\b"),
 )
 
+_FIRST_BLOCK_TASKS = 8192
+"drawn by one generator, as all tasks were before there were blocks: a run that needs no more has the same tasks as then"
+_BLOCK_TASKS = 256
 _EMPTY_ROOM = World(name="empty")
 _KINDS = ("calc", "look", "lookcalc")
 _CALC_PHRASINGS = ("What is {}?", "Compute {}.", "How much is {}?")
@@ -61,15 +65,28 @@ def held_out(item: int, attribute: int) -> bool:
     return (item + attribute) % 4 == 0
 
 
-def tasks(split: str, seed: int) -> Iterator[Task]:
-    """Endless; kinds and attributes take turns, so that any stretch is balanced. The same seed gives the same tasks."""
-    draw = random.Random(f"stockroom:{split}:{seed}")
-    number = 0
-    while True:
+def tasks(split: str, seed: int, start: int = 0) -> Iterator[Task]:
+    """Endless, from number `start` on; kinds and attributes take turns, so that any stretch is balanced. The same seed gives
+    the same tasks."""
+    for block in count(max(0, 1 + (start - _FIRST_BLOCK_TASKS) // _BLOCK_TASKS)):
+        yield from islice(_block(split, seed, block), max(0, start - _numbers(block).start), None)
+
+
+def _numbers(block: int) -> range:
+    if block == 0:
+        return range(_FIRST_BLOCK_TASKS)
+    first = _FIRST_BLOCK_TASKS + (block - 1) * _BLOCK_TASKS
+    return range(first, first + _BLOCK_TASKS)
+
+
+def _block(split: str, seed: int, block: int) -> Iterator[Task]:
+    """Tasks of one stretch of numbers, drawn by a generator of their own: `start` need not draw what is before the stretch."""
+    name = f"stockroom:{split}:{seed}" if block == 0 else f"stockroom:{split}:{seed}:{block}"
+    draw = random.Random(name)
+    for number in _numbers(block):
         kind = _KINDS[number % 3]
         attribute = (number // 3 + number % 3) % len(ATTRIBUTES)
         yield _calc_task(split, draw) if kind == "calc" else _look_task(kind, split, attribute, draw)
-        number += 1
 
 
 def demonstrate(task: Task, turns: list[tuple[str, str]], seed: int) -> str:

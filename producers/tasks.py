@@ -1,53 +1,57 @@
 """feeder: puts tasks to the field: demonstrations, then training, with held-out evaluations at the start, between and end.
 
-Feed is pure: `apply` folds what happened, `decide` says what to submit next. The shell reads the log from its beginning
-and lets the feed catch up before its first decision. Ids of tasks follow from run, session and number, so a restart
-goes on where it was. For each evaluation the servers are told to hold its version and to let go when all have ended;
-telling them twice changes nothing, so after a restart they are told again.
+Feed is pure: `apply` folds what happened, `decide` says what to submit next. Ids of tasks follow from run, session and number,
+so a count of each session (feeding/numbers, feeding/ends) is all that it remembers, and a restart goes on where it was. For
+each evaluation the servers are told to hold its version and to let go when all have ended; telling them twice changes nothing,
+so after a restart they are told again.
 """
 
 import hashlib
+import re
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import singledispatchmethod
-from itertools import count, cycle
+from functools import partial, singledispatchmethod
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from producers.config import FeederSettings
+from producers.feeding.ends import EndlessEnds, FiniteEnds, PartitionEnds, counts
+from producers.feeding.numbers import EVENTS_PER_DECISION_MAX, Numbers, NumbersState
 from producers.planner import follow
+from producers.task_lines import Names, checked, read_tasks, require_first
 from producers.topology import Cast, cast_of
-from sandboxes.outside.providers import require_tools
-from sandboxes.worlds.world import world_from_json
 from schemas.errors import BadInput
 from schemas.events import (
+    Address,
+    AttemptEnded,
     ControlIssued,
     Event,
-    GroupSize,
     Meta,
     Purpose,
     Sampling,
     Task,
     TaskSubmitted,
-    TrajectoryAssembled,
     WeightsPublished,
 )
 from schemas.ids import derived_id
-from schemas.job import Job, load_job
+from schemas.job import Job, Tasks, load_job
 from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
 
-TOPICS_READ = ("tasks", "trajectories", "weights")
+TOPICS_READ = ("tasks", "attempts", "weights")
+DEMONSTRATIONS = "demonstrations"
+TRAINING = "train"
+_EVALUATION_NAME = re.compile(r"eval-v([0-9]{4}|[1-9][0-9]{4,17})-(?:sampled|greedy)")
+_FOLD = "feeder-1"
+"changes whenever the same events would give another state"
 _SENDER = "feeder"
-_EVENTS_PER_DECISION_MAX = 1000
-
-type Tasks = Callable[[str, int], Iterator[Task]]
 
 
 def run(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event) -> None:
@@ -63,7 +67,7 @@ def feed(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event
     """The program over any log."""
     job = load_job(run.job.module)
     feed = Feed(run, settings, tasks_of(run, settings, job), cast_of(job, run.job.agents))
-    follow(feed, run.run_id, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(feed, pulse))
+    follow(feed, run, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(feed, pulse))
 
 
 def _tell(feed: "Feed", pulse: Pulse) -> None:
@@ -98,6 +102,22 @@ class _Evaluation:
     tasks: int
 
 
+class _FeedState(Struct, frozen=True):
+    """All that the feed remembers of the log."""
+
+    version: int
+    numbers: dict[str, NumbersState]
+    "by session, of those that are not over"
+    ends: dict[str, list[bytes]]
+    "by session that ends, of those that are not over"
+    train_ends: dict[int, PartitionEnds]
+    demonstrations_are_over: bool
+    evaluations_over: int
+    "so many, from the first on"
+    evaluations_over_early: list[int]
+    "numbers of evaluations that were over before an earlier one"
+
+
 class Feed:
     """What was submitted, what came of it, and what to submit next. Pure: time is an argument."""
 
@@ -107,151 +127,262 @@ class Feed:
         self._tasks = tasks
         self._cast = cast or Cast()
         self.version_first = run.job.first_version
-        self.version_last = self.version_first + run.job.steps
+        self.version_last = self.version_first + run.job.steps if run.job.steps > 0 else None
+        "None = the run need not end"
         self.version = -1
         "newest published version"
         self.phase = "waits for the first weights"
-        self._submitted: set[str] = set()
-        self._members_ended: defaultdict[str, set[int]] = defaultdict(set)
-        self._ended: set[str] = set()
-        self._ended_by_session: Counter[str] = Counter()
-        self._streams: dict[str, Iterator[tuple[int, Task]]] = {}
-        self._submitted_by_session: Counter[str] = Counter()
-        self._evaluations = tuple(self._planned())
+        self._numbers: dict[str, Numbers] = {}
+        self._ends: dict[str, FiniteEnds] = {}
+        self._train_ends = EndlessEnds()
+        self._demonstrations_are_over = False
+        self._evaluations_over = 0
+        self._evaluations_over_early: set[int] = set()
+        self._is_caught_up = False
+        self._streams: dict[str, _Stream] = {}
         self._held: set[int] = set()
-        self._released: set[int] = set()
 
     # what happened
 
     @singledispatchmethod
-    def apply(self, event: Event) -> None:
+    def apply(self, event: Event, address: Address | None = None) -> None:
         """Takes note of a fact of the run; the same fact twice changes nothing. Feeding depends on no other."""
 
     @apply.register
-    def _(self, event: TaskSubmitted) -> None:
-        self._submitted.add(event.meta.task_id or "")
+    def _(self, event: TaskSubmitted, address: Address | None = None) -> None:
+        name = event.meta.session_id or ""
+        if self._is_open(name):
+            self._numbers_of(name).note(event.meta.task_id or "")
 
     @apply.register
-    def _(self, event: TrajectoryAssembled) -> None:
-        task_id = event.meta.task_id or ""
-        if event.ended_by == "infra_error" or event.meta.purpose == "replay" or task_id in self._ended:
+    def _(self, event: AttemptEnded, address: Address | None = None) -> None:
+        name = event.meta.session_id or ""
+        if not counts(event) or not self._is_open(name):
             return
-        members = self._members_ended[task_id]
-        members.add(event.index)
-        if len(members) >= event.task.group_size:
-            del self._members_ended[task_id]
-            self._ended.add(task_id)
-            self._ended_by_session[event.meta.session_id or ""] += 1
+        if name == TRAINING:
+            self._train_ends.note(event, address.partition if address is not None else 0)
+        else:
+            self._ends.setdefault(name, FiniteEnds()).note(event)
 
     @apply.register
-    def _(self, event: WeightsPublished) -> None:
+    def _(self, event: WeightsPublished, address: Address | None = None) -> None:
         self.version = max(self.version, event.version)
+
+    def _is_open(self, name: str) -> bool:
+        """Whether a session is one of ours and not over. Others, such as that of submitted tasks, are none of our business."""
+        if name == TRAINING:
+            return True
+        if name == DEMONSTRATIONS:
+            return not self._demonstrations_are_over
+        found = _EVALUATION_NAME.fullmatch(name)
+        number = None if found is None else self._number_of_evaluation(int(found[1]))
+        return number is not None and not self._is_over(number)
 
     # what follows
 
     def decide(self, now: int) -> list[Event]:
-        """What to write next; it counts as done at once. `now` is in microseconds."""
+        """What to write next; it counts as done at once. `now` is in microseconds. Call it when everything that was on the
+        log has been applied."""
+        self._settle()
         events: list[Event] = []
         self._demonstrate(now, events)
-        for evaluation in self._evaluations:
-            if self.version >= evaluation.version:
-                self._evaluate(evaluation, now, events)
-        if self._evaluated(self._evaluations[0]) and self.version >= self.version_first:
+        for number in self._evaluations_due():
+            self._evaluate(number, now, events)
+        self._note_evaluations_over()
+        if self._evaluations_over > 0:
             self._train(now, events)
         self.phase = self._phase()
         return events
 
+    def _settle(self) -> None:
+        if not self._is_caught_up:
+            self._is_caught_up = True
+            for numbers in self._numbers.values():
+                numbers.settle()
+
     def _phase(self) -> str:
         if self.version < self.version_first:
-            done = self._ended_by_session["demonstrations"]
-            return f"cold start: {done} of {self._run.job.demonstrations} demonstrations"
-        for evaluation in self._evaluations:
-            if self.version >= evaluation.version and not self._evaluated(evaluation):
-                return f"evaluates version {evaluation.version}"
+            wanted = self._run.job.demonstrations
+            ended = wanted if self._demonstrations_are_over else len(self._ends.get(DEMONSTRATIONS, ()))
+            return f"cold start: {ended} of {wanted} demonstrations"
+        for number in self._evaluations_due():
+            return f"evaluates version {self._evaluation(number).version}"
+        if self.version_last is None:
+            return f"trains: version {self.version}, until stopped"
         return "done" if self.version >= self.version_last else f"trains: version {self.version} of {self.version_last}"
 
-    def _planned(self) -> Iterator[_Evaluation]:
-        every, first, last = self._settings.evaluation_every, self.version_first, self.version_last
-        yield self._evaluation(first, self._settings.evaluation_tasks, greedy=first == last)
-        if every > 0:
-            for version in range(first + every, last, every):
-                yield self._evaluation(version, self._settings.evaluation_tasks_between)
-        if last > first:
-            yield self._evaluation(last, self._settings.evaluation_tasks, greedy=True)
+    # evaluations: at the start, after every so many steps, and at the end if there is one
 
-    def _evaluation(self, version: int, tasks: int, greedy: bool = False) -> _Evaluation:
-        sampled = self._evaluation_session(version, "sampled", self._settings.sampling)
-        still = msgspec.structs.replace(self._settings.sampling, temperature=0.0)
-        sessions = (sampled, self._evaluation_session(version, "greedy", still)) if greedy else (sampled,)
-        return _Evaluation(version, sessions, tasks)
+    def _evaluations_due(self) -> Iterator[int]:
+        """Numbers of the evaluations whose versions exist and that are not over."""
+        for number in count(self._evaluations_over):
+            version = self._version_of_evaluation(number)
+            if version is None or version > self.version:
+                return
+            if number not in self._evaluations_over_early:
+                yield number
+
+    def _version_of_evaluation(self, number: int) -> int | None:
+        """The version that evaluation 0, 1, 2 … judges; None when there is no such evaluation."""
+        first, last, every = self.version_first, self.version_last, self._settings.evaluation_every
+        version = first + number * every
+        if number == 0 or (every > 0 and (last is None or version < last)):
+            return version
+        between = 0 if last is None or every <= 0 else max(0, (last - first - 1) // every)
+        return last if last is not None and last > first and number == between + 1 else None
+
+    def _number_of_evaluation(self, version: int) -> int | None:
+        """The inverse of _version_of_evaluation."""
+        every = self._settings.evaluation_every
+        number = (version - self.version_first) // every if every > 0 else 0
+        for near in (number, number + 1):
+            if near >= 0 and self._version_of_evaluation(near) == version:
+                return near
+        return None
+
+    def _is_over(self, number: int) -> bool:
+        return number < self._evaluations_over or number in self._evaluations_over_early
+
+    def _note_evaluations_over(self) -> None:
+        while self._evaluations_over in self._evaluations_over_early:
+            self._evaluations_over_early.discard(self._evaluations_over)
+            self._evaluations_over += 1
+
+    def _evaluation(self, number: int) -> _Evaluation:
+        version = self._version_of_evaluation(number)
+        assert version is not None
+        is_first, is_last = version == self.version_first, version == self.version_last
+        settings = self._settings
+        tasks = settings.evaluation_tasks if is_first or is_last else settings.evaluation_tasks_between
+        sessions = [self._evaluation_session(version, "sampled", settings.sampling)]
+        if is_last or self.version_first == self.version_last:
+            still = msgspec.structs.replace(settings.sampling, temperature=0.0)
+            sessions.append(self._evaluation_session(version, "greedy", still))
+        return _Evaluation(version, tuple(sessions), tasks)
 
     @staticmethod
     def _evaluation_session(version: int, kind: Literal["sampled", "greedy"], sampling: Sampling) -> _Session:
         return _Session(evaluation_session(version, kind), "eval", "heldout", 1, sampling, required_version=version)
 
-    def _demonstrate(self, now: int, events: list[Event]) -> None:
-        session = _Session("demonstrations", "demonstrate", "train", 1, self._settings.sampling, agent="demonstrator")
-        self._submit_up_to(session, self._run.job.demonstrations, now, events)
-
-    def _evaluate(self, evaluation: _Evaluation, now: int, events: list[Event]) -> None:
+    def _evaluate(self, number: int, now: int, events: list[Event]) -> None:
         """Hold, submit, and release when all have ended."""
-        version = evaluation.version
-        if self._evaluated(evaluation):
-            if version not in self._released and evaluation.tasks > 0:
-                self._released.add(version)
-                events.append(self._control("release", version, now))
+        evaluation = self._evaluation(number)
+        if all(self._has_ended(session, evaluation.tasks) for session in evaluation.sessions):
+            self._evaluations_over_early.add(number)
+            for session in evaluation.sessions:
+                self._forget(session.name)
+            if evaluation.tasks > 0:
+                events.append(self._control("release", evaluation.version, now))
             return
-        if version not in self._held:
-            self._held.add(version)
-            events.append(self._control("hold", version, now))
+        if evaluation.version not in self._held:
+            self._held.add(evaluation.version)
+            events.append(self._control("hold", evaluation.version, now))
         for session in evaluation.sessions:
             self._submit_up_to(session, evaluation.tasks, now, events)
 
-    def _evaluated(self, evaluation: _Evaluation) -> bool:
-        return all(
-            self._ended_by_session[session.name] >= self._available(session, evaluation.tasks)
-            for session in evaluation.sessions
-        )
+    # demonstrations and training
 
-    def _available(self, session: _Session, tasks: int) -> int:
-        """How many tasks the session will have: a file may hold fewer held-out tasks than are wanted."""
-        stream_is_over = self._streams.get(session.name, "") is _OVER
-        return min(tasks, self._submitted_by_session[session.name]) if stream_is_over else tasks
+    def _demonstrate(self, now: int, events: list[Event]) -> None:
+        if self._demonstrations_are_over:
+            return
+        session = _Session(DEMONSTRATIONS, "demonstrate", "train", 1, self._settings.sampling, agent="demonstrator")
+        self._submit_up_to(session, self._run.job.demonstrations, now, events)
+        if self._has_ended(session, self._run.job.demonstrations):
+            self._demonstrations_are_over = True
+            self._forget(session.name)
 
     def _train(self, now: int, events: list[Event]) -> None:
-        if self.version >= self.version_last:
+        if self.version_last is not None and self.version >= self.version_last:
             return
         job = self._run.job
-        session = _Session("train", "train", "train", job.group_size, self._settings.sampling)
+        session = _Session(TRAINING, "train", "train", job.group_size, self._settings.sampling)
         backlog = max(self._settings.train_backlog, (job.staleness_target + 2) * job.groups_per_batch)
-        wanted = (self._ended_by_session["train"] + backlog) * self._settings.tasks_per_lesson
+        wanted = (len(self._train_ends) + backlog) * self._settings.tasks_per_lesson
         self._submit_up_to(session, wanted, now, events)
+
+    def _has_ended(self, session: _Session, tasks: int) -> bool:
+        """Whether all tasks that the session will have are over: a file may hold fewer held-out tasks than are wanted."""
+        ended, submitted = len(self._ends.get(session.name, ())), self._numbers_of(session.name).next
+        if ended < submitted or ended >= tasks:
+            return ended >= tasks
+        # all that were submitted have ended: a restarted feeder must not hold servers again only to find no more
+        return next(self._drawn(session, submitted), None) is None
+
+    def _forget(self, name: str) -> None:
+        """A session that is over is known by that alone."""
+        self._numbers.pop(name, None)
+        self._ends.pop(name, None)
+        self._streams.pop(name, None)
+
+    def _numbers_of(self, name: str) -> Numbers:
+        if name not in self._numbers:
+            self._numbers[name] = Numbers(lambda number: self._task_id(name, number))
+            if self._is_caught_up:
+                self._numbers[name].settle()
+        return self._numbers[name]
 
     def _submit_up_to(self, session: _Session, tasks: int, now: int, events: list[Event]) -> None:
         """Submits until the session has so many tasks, a bounded number at a time; what the log has is passed over."""
-        if session.name not in self._streams:
-            self._streams[session.name] = self._stream(session)
-        stream = self._streams[session.name]
-        while self._submitted_by_session[session.name] < tasks and len(events) < _EVENTS_PER_DECISION_MAX:
-            numbered = next(stream, None)
-            if numbered is None:
-                self._streams[session.name] = _OVER
+        numbers = self._numbers_of(session.name)
+        while numbers.next < tasks and len(events) < EVENTS_PER_DECISION_MAX:
+            if session.name not in self._streams:
+                self._streams[session.name] = _Stream(self._drawn(session, numbers.next), numbers.next)
+            task = self._streams[session.name].task(numbers.next)
+            if task is None:
                 return
-            self._submitted_by_session[session.name] += 1
-            number, task = numbered
-            event = self._task_submitted(session, number, task, now)
-            if event.meta.task_id not in self._submitted:
-                self._submitted.add(event.meta.task_id or "")
-                events.append(event)
+            # events of one decision are told apart by their times: whoever reads them knows their order
+            events.append(self._task_submitted(session, numbers.next, task, now + len(events)))
+            numbers.submit(numbers.next)
 
-    def _stream(self, session: _Session) -> Iterator[tuple[int, Task]]:
+    def _drawn(self, session: _Session, start: int) -> Iterator[Task]:
         """All evaluations see the same held-out tasks; demonstrations and training see different ones."""
         purpose = "heldout" if session.split == "heldout" else session.name
         digest = hashlib.sha256(f"{self._run.seed}/{purpose}".encode()).digest()
-        return zip(count(), self._tasks(session.split, int.from_bytes(digest[:4])), strict=False)
+        return self._tasks(session.split, int.from_bytes(digest[:4]), start)
+
+    def _task_id(self, session: str, number: int) -> str:
+        return derived_id("task", self._run.run_id, session, number)
+
+    # what is remembered
+
+    @property
+    def code_version(self) -> str:
+        """Of the fold and of the settings that it depends on."""
+        job, settings = self._run.job, self._settings
+        figures = (
+            *(self._run.run_id, job.steps, job.demonstrations),
+            *(settings.evaluation_every, settings.evaluation_tasks, settings.evaluation_tasks_between),
+        )
+        return f"{_FOLD}/{hashlib.sha256(msgspec.json.encode(figures)).hexdigest()[:16]}"
+
+    def encode(self) -> bytes:
+        """The state, the same bytes for the same facts. Call it after `decide`, when what that decided is on the log."""
+        state = _FeedState(
+            version=self.version,
+            numbers={name: numbers.state() for name, numbers in sorted(self._numbers.items())},
+            ends={name: ends.state() for name, ends in sorted(self._ends.items())},
+            train_ends=self._train_ends.state(),
+            demonstrations_are_over=self._demonstrations_are_over,
+            evaluations_over=self._evaluations_over,
+            evaluations_over_early=sorted(self._evaluations_over_early),
+        )
+        return msgspec.msgpack.encode(state)
+
+    def restore(self, encoded: bytes) -> None:
+        """Goes on from a state; what was read before must be nothing."""
+        state = msgspec.msgpack.decode(encoded, type=_FeedState)
+        self.version = state.version
+        self._numbers = {
+            name: Numbers(partial(self._task_id, name), numbers) for name, numbers in state.numbers.items()
+        }
+        self._ends = {name: FiniteEnds(ended) for name, ended in state.ends.items()}
+        self._train_ends = EndlessEnds(state.train_ends)
+        self._demonstrations_are_over = state.demonstrations_are_over
+        self._evaluations_over = state.evaluations_over
+        self._evaluations_over_early = set(state.evaluations_over_early)
 
     def _task_submitted(self, session: _Session, number: int, task: Task, now: int) -> TaskSubmitted:
-        task_id = derived_id("task", self._run.run_id, session.name, number)
+        task_id = self._task_id(session.name, number)
         agent = task.agent if self._cast.plays(task.agent) else session.agent or task.agent
         changes: dict[str, Any] = {"group_size": session.group_size, "agent": agent}
         return TaskSubmitted(
@@ -292,66 +423,47 @@ class Feed:
         )
 
 
-_OVER: Iterator[tuple[int, Task]] = iter(())
-"Stands for a stream of tasks that has no more."
+@dataclass
+class _Stream:
+    """Tasks of a session as they are drawn, in the order of their numbers."""
 
+    tasks: Iterator[Task]
+    next: int
+    "number of the task that is drawn next"
+    is_over: bool = False
 
-class _TaskLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A task as people write it: fields of Task, most of them optional. The world is JSON, quoted or not."""
-
-    prompt: str
-    reference: str | None = None
-    agent: str = "agent"
-    toolset: list[str] = []
-    world: msgspec.Raw = msgspec.Raw(b'{"name":"empty"}')
-    scorers: list[str] = msgspec.field(default_factory=lambda: ["exact_match"])
-    group_size: GroupSize = 1
-    split: Literal["train", "heldout"] = "train"
-    tags: dict[str, str] = {}
+    def task(self, number: int) -> Task | None:
+        """The task of a number that is not behind; None when there are no more."""
+        drawn: Task | None = None
+        while self.next <= number and not self.is_over:
+            drawn = next(self.tasks, None)
+            self.is_over = drawn is None
+            self.next += 1
+        return drawn
 
 
 def tasks_of(run: Run, settings: FeederSettings, job: Job) -> Tasks:
     """Where tasks come from: the job, or a file of one's own. Raises BadInput."""
-    taught = any(agent.teacher for agent in cast_of(job, run.job.agents).agents.values())
+    cast = cast_of(job, run.job.agents)
+    taught = any(agent.teacher for agent in cast.agents.values())
     if run.job.demonstrations > 0 and job.demonstrate is None and not taught:
         raise BadInput(
             f"job {job.name} has no function demonstrate: give it one, give an agent a teacher, or set [job] demonstrations = 0"
         )
     if settings.tasks_file is None:
-        return job.tasks
-    found = read_tasks(Path(settings.tasks_file), job)
+        tasks = checked(job.tasks, Names(job, cast), f"job {job.name}")
+        require_first(tasks, f"job {job.name}")
+        return tasks
+    found = read_tasks(Path(settings.tasks_file), Names(job, cast))
     by_split = {split: [task for task in found if task.split == split] for split in ("train", "heldout")}
     if not by_split["train"]:
         raise BadInput(f"tasks file {settings.tasks_file} has no task of split train")
 
-    def tasks(split: str, seed: int) -> Iterator[Task]:
-        return cycle(by_split["train"]) if split == "train" else iter(by_split["heldout"])
+    def of_file(split: str, seed: int, start: int = 0) -> Iterator[Task]:
+        """Training goes through the file again and again; nothing is held out twice."""
+        chosen = by_split[split]
+        if split == "heldout":
+            return iter(chosen[start:])
+        return (chosen[number % len(chosen)] for number in count(start))
 
-    return tasks
-
-
-def read_tasks(path: Path, job: Job) -> list[Task]:
-    """The tasks of a JSONL file. Raises BadInput that names the file, the line and what is wrong with it."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise BadInput(f"tasks file {path} cannot be read: {error.strerror}") from error
-    tasks: list[Task] = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                tasks.append(_task_of(line, job))
-            except (ValueError, msgspec.MsgspecError) as error:
-                raise BadInput(f"tasks file {path}, line {number}: {error}") from error
-    return tasks
-
-
-def _task_of(line: bytes, job: Job) -> Task:
-    """Raises ValueError or a msgspec error that says what is wrong."""
-    read = msgspec.json.decode(line, type=_TaskLine)
-    world = bytes(read.world)
-    text = msgspec.json.decode(world, type=str) if world.startswith(b'"') else world.decode()
-    world_from_json(text)
-    require_tools(read.toolset, job.tools)
-    fields = {name: getattr(read, name) for name in read.__struct_fields__}
-    return Task(**(fields | {"world": text}))
+    return of_file

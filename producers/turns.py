@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from producers.agent import only_agent
-from producers.attempt import Attempt, Emit, close_unplayed
+from producers.attempt import Attempt, Emit, close_unplayed, without_world, world_hash_of
 from producers.cancellation import Recall
 from producers.chat import Chat
 from producers.ensemble import Ensemble, Voices
@@ -102,7 +102,7 @@ def _started(rollout: Rollout, agent: str, prompt: list[int], worker: str, tools
     request = rollout.attempt.request
     return RolloutStarted(
         meta=rollout.attempt.meta("rollout", worker, agent),
-        task=request.task,
+        task=without_world(request.task),
         index=request.index,
         seed=request.seed,
         worker=worker,
@@ -111,7 +111,7 @@ def _started(rollout: Rollout, agent: str, prompt: list[int], worker: str, tools
         prompt_tokens=pack_tokens(prompt),
         template_hash=rollout.chat.template_hash,
         tools_hash=tools_hash,
-        world_hash=hashlib.sha256(request.task.world.encode()).hexdigest(),
+        world_hash=world_hash_of(request.task),
         required_version=request.required_version,
     )
 

@@ -1,21 +1,35 @@
 """Blobs: what is too large for the log, named by its own digest, by `obstore`.
 
-    file:///data/blobs    a folder; a blob is flushed to the disk before `put` returns
+    file:///data/blobs    a folder; a blob is flushed to the disk before it can be named
     s3://bucket/prefix    anything that speaks S3; gs://bucket/prefix and az://container/prefix likewise
     memory://             gone with the process, for tests and for trying things out
 
-A blob is written whole before the event that names it, and its sha256 is checked on every read. Who may write to a cloud
-store, and where it is, stands in the environment under the names of its own tools. For S3: AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and AWS_REGION; for another server than Amazon's also AWS_ENDPOINT_URL, and
-AWS_ALLOW_HTTP=true when that is not https. Without keys, the role of the machine or pod is asked for.
+A blob is written whole before the event that names it, and its sha256 is checked on every read. `put` and `get` are for
+small data; files and streams of any size go through `put_file`, `put_stream`, `chunks` and `get_to_file`, which hold a few
+pieces of some megabytes in memory. Every call blocks: from a coroutine, call it in a thread (`asyncio.to_thread`).
+
+A blob is read at the address it is named by, if that lies below the store's own address or below one of `also_read`. Other
+addresses are never opened, since they come from the log and anybody who can write there could name any file: then the
+digest is looked up in the own store, which finds it where a store was moved.
+
+Who may write to a cloud store, and where it is, stands in the environment under the names of its own tools. For S3:
+AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and AWS_REGION; for another server than Amazon's also
+AWS_ENDPOINT_URL, and AWS_ALLOW_HTTP=true when that is not https. Without keys, the role of the machine or pod is asked for.
 """
 
+import asyncio
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -23,8 +37,27 @@ from obstore.exceptions import BaseError
 from obstore.store import LocalStore, ObjectStore, from_url
 
 from schemas.errors import BadInput, BlobDamaged, BlobsUnavailable
+from schemas.run import Run
 
+CHUNK_BYTES = 8 * 1024 * 1024
+"how much of a blob is read or written at once"
+_UPLOADS_MAX = 4
+"parts of one blob that are on their way to a cloud store at the same time, each in memory"
+_PARTS_MAX = 9_000
+"S3 takes 10,000 parts: the pieces of a blob above 70 GB are larger"
 _SHA256 = re.compile("[0-9a-f]{64}")
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_UNFINISHED = "unfinished"
+_MISSING_SECONDS = 0.5
+"after which a blob that a cloud store does not have is asked for once more"
+
+
+class Put(NamedTuple):
+    """A blob that is durable and may be named."""
+
+    uri: str
+    sha256: str
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,126 +76,327 @@ class StoredBlob:
         return name if _SHA256.fullmatch(name) else None
 
 
+def open_blobs(run: Run) -> "Blobs":
+    """The store a run is told of. Raises BadInput."""
+    return Blobs(run.blobs_url, run.blobs_also_read)
+
+
 class Blobs:
     """A content-addressed store under one address. Safe to share between threads."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
-        self._local = Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None
-        self._store = _local_store(self._local) if self._local else _cloud_store(url)
+    def __init__(self, url: str, also_read: Sequence[str] = ()) -> None:
+        """Raises BadInput for an address that cannot be used."""
+        self._own = _Root(url)
+        self.url = self._own.url
+        others = [other for other in also_read if other.rstrip("/") != self.url]
+        for other in others:
+            if urlsplit(other).scheme != urlsplit(url).scheme:
+                raise BadInput(f"blobs.also_read {other} must have the scheme of the own store {url}")
+        self._roots = (self._own, *(_Root(other, readonly=True) for other in others))
 
     def put(self, data: bytes) -> tuple[str, str]:
         """Writes data durably; returns its uri and sha256. Raises BlobsUnavailable, and then nothing may name it.
 
         What is there already is written again: it may be damaged, and a sweep must see that it is wanted again."""
+        _warn_in_event_loop()
+        if self._own.folder is not None:
+            return self._own.write((data,))[:2]
         sha256 = hashlib.sha256(data).hexdigest()
-        path = _path(sha256)
-        try:
-            self._asked(lambda: obstore.put(self._store, path, data), path)  # by another name: never half a blob
-        except FileNotFoundError as error:
-            raise BlobsUnavailable(f"there is no store of blobs at {self.url}: {_line(error)}") from error
-        self._sync(path)
-        return f"{self.url}/{path}", sha256
+        self._own.upload(sha256, data, len(data))
+        return self._uri(sha256), sha256
+
+    def put_file(self, path: Path) -> Put:
+        """Writes a file durably, as `put` does, without holding it in memory. Raises BlobsUnavailable; OSError when the
+        file cannot be read; BlobDamaged when it changed meanwhile."""
+        _warn_in_event_loop()
+        with path.open("rb") as file:
+            if self._own.folder is not None:
+                return self._own.write(_pieces(file))
+            return self._upload_file(file)
+
+    def put_stream(self, chunks: Iterable[bytes]) -> Put:
+        """Writes what the chunks make together, as `put` does. Whatever they raise leaves no blob. A cloud store gets it
+        through a temporary file (TMPDIR says where), since the name is known only at the end. Raises BlobsUnavailable."""
+        _warn_in_event_loop()
+        if self._own.folder is not None:
+            return self._own.write(chunks)
+        with tempfile.SpooledTemporaryFile(max_size=CHUNK_BYTES) as file:
+            for chunk in chunks:
+                file.write(chunk)
+            return self._upload_file(file)
 
     def get(self, uri: str, sha256: str) -> bytes:
-        """Reads a blob and proves it is the one named. Raises BlobDamaged when it is missing or another one, and
+        """Reads a small blob and proves it is the one named. Raises BlobDamaged when it is missing or another one, and
         BlobsUnavailable when the store does not answer, so that nobody can tell."""
-        if not _SHA256.fullmatch(sha256):  # comes from the log, and must not lead to a file of somebody else
-            raise BlobDamaged(f"blob {uri} is named by {sha256[:80]!r}, which is no sha256")
-        try:
-            data = self._asked(lambda: bytes(obstore.get(self._store, _path(sha256)).bytes()), uri)
-        except FileNotFoundError as error:
-            self._require_store()
-            raise BlobDamaged(f"blob {uri} is missing") from error
-        if hashlib.sha256(data).hexdigest() != sha256:
+        return b"".join(self.chunks(uri, sha256))
+
+    def chunks(self, uri: str, sha256: str) -> Iterator[bytes]:
+        """A blob piece by piece. Raises as `get` does, at the end when the digest differs: until the last piece was taken
+        without an error, nothing is known about any of them."""
+        _warn_in_event_loop()
+        root, path = self._place(uri, sha256)
+        digest = hashlib.sha256()
+        for chunk in root.read(path, uri):
+            digest.update(chunk)
+            yield chunk
+        if digest.hexdigest() != sha256:
             raise BlobDamaged(f"blob {uri} is not the one it was named by: its sha256 differs")
-        return data
+
+    def get_to_file(self, uri: str, sha256: str, path: Path) -> None:
+        """Writes a blob to a file, flushed to the disk; the file appears whole and proven or not at all, and takes the
+        place of one that is there. Raises as `get` does, and OSError when the file cannot be written."""
+        unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.{_UNFINISHED}")
+        try:
+            with unfinished.open("xb") as file:
+                for chunk in self.chunks(uri, sha256):
+                    file.write(chunk)
+                _flush(file)
+            unfinished.replace(path)
+            _flush_folder(path.parent)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     def stored(self) -> Iterator[StoredBlob]:
         """Everything that lies here and was put here, in no order. Raises BlobsUnavailable."""
-        for some in self._listed():
+        for some in self._own.listed():
             for found in some:
                 blob = StoredBlob(found["path"], found["size"], found["last_modified"].timestamp())
                 if blob.sha256 is not None:  # whatever else lies here is not ours
                     yield blob
-        if self._local:
-            yield from map(self._unfinished, self._local.glob("??/*#*"))
+        yield from self._own.unfinished()
 
     def modified_seconds(self, blob: StoredBlob) -> float | None:
         """When it was written last, asked again; None when it is gone. Raises BlobsUnavailable."""
-        if self._local:
-            path = self._local / blob.path
-            return path.stat().st_mtime if path.exists() else None
-        try:
-            return self._asked(lambda: obstore.head(self._store, blob.path), blob.path)["last_modified"].timestamp()
-        except FileNotFoundError:
-            return None
+        return self._own.modified_seconds(blob.path)
 
     def remove(self, blob: StoredBlob) -> None:
         """Removes a blob; one that is gone already is no error. Raises BlobsUnavailable."""
-        try:
-            if self._local:
-                (self._local / blob.path).unlink(missing_ok=True)
-            else:
-                self._asked(lambda: obstore.delete(self._store, blob.path), blob.path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise BlobsUnavailable(f"blob {blob.path} cannot be removed: {_line(error)}") from error
+        self._own.remove(blob.path)
 
-    def _listed(self) -> "Iterator[list[obstore.ObjectMeta]]":
-        found = self._asked(lambda: iter(obstore.list(self._store)), "the list")
-        while (some := self._asked(lambda: next(found, None), "the list")) is not None:
+    def _uri(self, sha256: str) -> str:
+        return f"{self.url}/{_path(sha256)}"
+
+    def _upload_file(self, file: IO[bytes]) -> Put:
+        """Two passes: the first gives the name, the second proves that what was sent is what was named."""
+        file.seek(0)
+        digest, size_bytes = hashlib.sha256(), 0
+        for piece in _pieces(file):
+            digest.update(piece)
+            size_bytes += len(piece)
+        sha256 = digest.hexdigest()
+        file.seek(0)
+        self._own.upload(sha256, _proven(_pieces(file), sha256), size_bytes)
+        return Put(self._uri(sha256), sha256, size_bytes)
+
+    def _place(self, uri: str, sha256: str) -> "tuple[_Root, str]":
+        """Which store to read at which path. uri and digest come from the log, and must not lead to anything but a blob of
+        a store that this program may read."""
+        if not _SHA256.fullmatch(sha256):
+            raise BlobDamaged(f"blob {uri} is named by {sha256[:80]!r}, which is no sha256")
+        for root in self._roots:
+            folder = _folder_below(root.url, uri, sha256)
+            if folder is not None:
+                return root, f"{folder}{_path(sha256)}"
+        return self._own, _path(sha256)
+
+
+class _Root:
+    """One address with what lies below it."""
+
+    def __init__(self, url: str, *, readonly: bool = False) -> None:
+        self.url = url.rstrip("/")
+        self.folder = Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None
+        self._store = None if self.folder else _cloud_store(url)
+        if self.folder is not None and not readonly:
+            _make_folder(self.folder)
+
+    @property
+    def store(self) -> ObjectStore:
+        if self._store is None:
+            assert self.folder is not None
+            try:
+                self._store = LocalStore(self.folder)
+            except (BaseError, OSError, ValueError) as error:
+                raise BlobsUnavailable(f"there is no store of blobs at {self.url}: {_line(error)}") from error
+        return self._store
+
+    def write(self, chunks: Iterable[bytes]) -> Put:
+        """A blob of a folder: written under another name, flushed, then renamed, and its names flushed."""
+        assert self.folder is not None
+        with self._available("a new blob"):
+            (self.folder / _UNFINISHED).mkdir(exist_ok=True)
+            # obstore does not list a name that ends like this
+            unfinished = self.folder / _UNFINISHED / f"{uuid.uuid4().hex}#1"
+            file = unfinished.open("xb")
+        try:
+            with file:
+                sha256, size_bytes = self._fill(file, chunks)
+            target = self.folder / _path(sha256)
+            with self._available(target.name):
+                target.parent.mkdir(exist_ok=True)
+                unfinished.replace(target)
+                _flush_folder(target.parent)
+                _flush_folder(self.folder)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        return Put(f"{self.url}/{_path(sha256)}", sha256, size_bytes)
+
+    def _fill(self, file: IO[bytes], chunks: Iterable[bytes]) -> tuple[str, int]:
+        digest, size_bytes = hashlib.sha256(), 0
+        for chunk in chunks:  # an OSError of theirs is not one of this store
+            digest.update(chunk)
+            size_bytes += len(chunk)
+            with self._available("a new blob"):
+                file.write(chunk)
+        with self._available("a new blob"):
+            _flush(file)
+        return digest.hexdigest(), size_bytes
+
+    def upload(self, sha256: str, data: bytes | Iterator[bytes], size_bytes: int) -> None:
+        """A blob of a cloud store: visible when its last part has arrived, not before."""
+        part_bytes = max(CHUNK_BYTES, size_bytes // _PARTS_MAX)
+        with self._available(_path(sha256)):
+            obstore.put(self.store, _path(sha256), data, chunk_size=part_bytes, max_concurrency=_UPLOADS_MAX)
+
+    def _open(self, path: str, uri: str) -> Iterator[Any]:
+        with self._available(uri, or_missing=True):
+            try:
+                return iter(obstore.get(self.store, path).stream(CHUNK_BYTES))
+            except FileNotFoundError:
+                if self.folder is not None:
+                    raise
+                # some servers (rclone's) have no object for a moment while the same one is written again
+                time.sleep(_MISSING_SECONDS)
+                return iter(obstore.get(self.store, path).stream(CHUNK_BYTES))
+
+    def read(self, path: str, uri: str) -> Iterator[bytes]:
+        try:
+            stream = self._open(path, uri)
+            while True:
+                with self._available(uri, or_missing=True):
+                    chunk = next(stream, None)
+                if chunk is None:
+                    return
+                yield bytes(chunk)
+        except FileNotFoundError as error:
+            self._require_store()
+            reason = "" if uri == f"{self.url}/{path}" else f": it is not in {self.url}, and nothing else may be read"
+            raise BlobDamaged(f"blob {uri} is missing{reason}") from error
+
+    def listed(self) -> "Iterator[list[obstore.ObjectMeta]]":
+        with self._available("the list", or_missing=True):
+            found = iter(obstore.list(self.store))
+        while True:
+            with self._available("the list", or_missing=True):
+                some = next(found, None)
+            if some is None:
+                return
             yield list(some)
 
-    def _unfinished(self, path: Path) -> StoredBlob:
-        status = path.stat()
-        return StoredBlob(f"{path.parent.name}/{path.name}", status.st_size, status.st_mtime)
+    def unfinished(self) -> Iterator[StoredBlob]:
+        """What interrupted writes left behind, of this release and of older ones."""
+        for path in self.folder.rglob("*#*") if self.folder else ():
+            status = path.stat()
+            yield StoredBlob(path.relative_to(self.folder or path).as_posix(), status.st_size, status.st_mtime)
+
+    def modified_seconds(self, path: str) -> float | None:
+        try:
+            if self.folder is not None:
+                return (self.folder / path).stat().st_mtime
+            with self._available(path, or_missing=True):
+                return obstore.head(self.store, path)["last_modified"].timestamp()
+        except FileNotFoundError:
+            return None
+
+    def remove(self, path: str) -> None:
+        try:
+            with self._available(path, or_missing=True):
+                if self.folder is not None:  # obstore does not take the name of an unfinished write
+                    (self.folder / path).unlink()
+                else:
+                    obstore.delete(self.store, path)
+        except FileNotFoundError:
+            return
 
     def _require_store(self) -> None:
         """A blob is missing only where there is a store: without a bucket, or its folder, nothing can be said of it."""
         try:
-            next(self._listed(), None)
-            there = self._local is None or self._local.is_dir()
+            next(self.listed(), None)
+            there = self.folder is None or self.folder.is_dir()
         except FileNotFoundError:
             there = False
         if not there:
             raise BlobsUnavailable(f"there is no store of blobs at {self.url}")
 
-    def _asked[Answer](self, question: Callable[[], Answer], about: str) -> Answer:
-        """The store's answer. Raises FileNotFoundError, BlobsUnavailable."""
+    @contextmanager
+    def _available(self, about: str, *, or_missing: bool = False) -> Iterator[None]:
+        """Turns what the store or the disk raises into BlobsUnavailable; FileNotFoundError only if it is no answer."""
         try:
-            return question()
-        except FileNotFoundError:
-            raise
+            yield
         except (BaseError, OSError) as error:
-            raise BlobsUnavailable(f"the blobs at {self.url} cannot be reached for {about}: {_line(error)}") from error
+            if not isinstance(error, FileNotFoundError):
+                message = f"the blobs at {self.url} cannot be reached for {about}: {_line(error)}"
+            elif or_missing:
+                raise
+            else:
+                message = f"there is no store of blobs at {self.url}: {_line(error)}"
+            raise BlobsUnavailable(message) from error
 
-    def _sync(self, path: str) -> None:
-        """obstore renames atomically but leaves the flush to the disk to the kernel: of the blob, of its name in its
-        folder, and of the folder's name in ours."""
-        if self._local is None:
-            return
-        target = self._local / path
-        for flushed in (target, target.parent, self._local):
-            try:
-                descriptor = os.open(flushed, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                raise BlobsUnavailable(f"{flushed} cannot be flushed to the disk: {error}") from error
+
+def _warn_in_event_loop() -> None:
+    """Tests turn it into an error; a program that is at work goes on, slower."""
+    with suppress(RuntimeError):
+        asyncio.get_running_loop()
+        warnings.warn("a blob is read or written in an event loop: call it in a thread", ResourceWarning, stacklevel=3)
 
 
 def _path(sha256: str) -> str:
     return f"{sha256[:2]}/{sha256}"
 
 
-def _local_store(folder: Path) -> ObjectStore:
+def _folder_below(root: str, uri: str, sha256: str) -> str | None:
+    """The folders between a store and a blob of it, such as "a-run/", or ""; None when the uri does not name this digest
+    below this root by plain names."""
+    start, end = f"{root}/", _path(sha256)
+    if not uri.startswith(start) or not uri.endswith(end) or len(uri) < len(start) + len(end):
+        return None
+    folders = uri[len(start) : len(uri) - len(end)]
+    names = folders.split("/")
+    return folders if not names.pop() and all(map(_PLAIN.fullmatch, names)) else None
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while piece := file.read(CHUNK_BYTES):
+        yield piece
+
+
+def _proven(pieces: Iterator[bytes], sha256: str) -> Iterator[bytes]:
+    """The same pieces; raises before the end, so that an upload is given up, when they are not what was hashed before."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
+    if digest.hexdigest() != sha256:
+        raise BlobDamaged(f"a file changed while it was stored as blob {sha256}")
+
+
+def _flush(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    """A new name is on the disk when its folder was flushed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return LocalStore(folder)
     except OSError as error:
         raise BadInput(f"the folder of blobs {folder} cannot be made: {error.strerror}") from error
 

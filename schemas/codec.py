@@ -118,8 +118,18 @@ class Codec:
 
     def encode(self, event: Event) -> bytes:
         """Wire bytes of an event, for the one topic it belongs on."""
-        data = self._writer(type(event)).write(msgspec.to_builtins(event, builtin_types=(bytes,)))
-        return data if len(data) <= EVENT_BYTES_MAX else self._spill(event, data)
+        data = self.encode_whole(event)
+        return data if len(data) <= EVENT_BYTES_MAX else self.spill(event, data)
+
+    def encode_whole(self, event: Event) -> bytes:
+        """Wire bytes of an event, whether or not they are too large for the log. Never blocks once all is registered."""
+        return self._writer(type(event)).write(msgspec.to_builtins(event, builtin_types=(bytes,)))
+
+    def spill(self, event: Event, data: bytes) -> bytes:
+        """Stores the whole wire bytes of an event as a blob; returns those that stand for them."""
+        uri, sha256 = self._blobs.put(data)
+        spilled = Spilled(type(event).__name__, uri, sha256, len(data))
+        return self._spill_writers[TOPIC_BY_EVENT[type(event)].name].write(msgspec.to_builtins(spilled))
 
     def decode(self, data: bytes, topic: str | None = None, unknown_ids: set[int] | None = None) -> Event:
         """The event behind wire bytes. Raises Undecodable with the reason; never anything else for bad bytes.
@@ -156,11 +166,6 @@ class Codec:
             self.register_all()
             writer = self._writers[event_class]
         return writer
-
-    def _spill(self, event: Event, data: bytes) -> bytes:
-        uri, sha256 = self._blobs.put(data)
-        spilled = Spilled(type(event).__name__, uri, sha256, len(data))
-        return self._spill_writers[TOPIC_BY_EVENT[type(event)].name].write(msgspec.to_builtins(spilled))
 
     def _fetch(self, spilled: Spilled) -> bytes:
         try:

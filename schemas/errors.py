@@ -9,6 +9,10 @@ class BadInput(ReplaygroundError):
     """What a person gave us cannot be used. One line: what is wrong, where, what to do. Programs exit with code 2."""
 
 
+class NotAllowed(BadInput):
+    """The brokers or the registry know this program and refuse what it does, or do not know it. Trying again does not help."""
+
+
 class Undecodable(ReplaygroundError):
     """Bytes on the log that are no event of ours; becomes an EventRejected, never a crash."""
 
@@ -35,3 +39,7 @@ class Rebalanced(LogUnavailable):
 
 class Fenced(ReplaygroundError):
     """Another instance took over our transactional id: this process must end."""
+
+
+class TakenOver(Fenced):
+    """The whole run was taken over by a newer start of it: this process must end and not be started again. Exit code 3."""

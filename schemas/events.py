@@ -19,11 +19,14 @@ ErrorKind = Literal["agent", "tool", "infra"]
 Verdict = Literal["scored", "excluded"]
 StepKind = Literal["initial", "sft", "grpo"]
 WeightsKind = Literal["full", "lora", "delta"]
+RunKind = Literal["practise", "replay", "retrain"]
+EndReason = Literal["finished", "stopped", "failed", "taken_over"]
 Command = Literal["pause", "resume", "drain", "hold", "release", "promote", "roll_back", "cancel"]
 
 # programs count up to these: a number beyond all sense in one message is refused, or it would stop them all
 GroupSize = Annotated[int, Within(ge=1, le=4096)]
-Retry = Annotated[int, Within(ge=0, le=100)]
+RETRY_MAX = 100
+Retry = Annotated[int, Within(ge=0, le=RETRY_MAX)]
 
 
 class Value(Struct, frozen=True, gc=False):
@@ -105,11 +108,13 @@ class Task(Value, frozen=True, kw_only=True):
     "name of the agent definition in the job"
     toolset: list[str]
     world: str
-    "JSON of the world: files, tables, keys and perturbations"
+    "JSON of the world: files, tables, keys and perturbations; empty where world_hash refers to it"
     scorers: list[str]
     group_size: GroupSize
     split: str
     tags: dict[str, str] = {}
+    world_hash: str = ""
+    "sha256 of the world, which TaskSubmitted alone holds; empty where `world` itself is given"
 
 
 class TaskSubmitted(Event, frozen=True, kw_only=True):
@@ -136,6 +141,8 @@ class RolloutRequested(Event, frozen=True, kw_only=True):
     required_version: int | None = None
     retry: Retry = 0
     "how often this member was asked for before"
+    world_at: Address | None = None
+    "the TaskSubmitted that holds the world; null where the task itself carries it"
 
 
 class RolloutStarted(Event, frozen=True, kw_only=True):
@@ -387,6 +394,8 @@ class BatchCut(Event, frozen=True, kw_only=True):
     "how far the groups topic is consumed by this cut; the cutter's whole state is read back from here"
     groups_passed: list[str] = []
     "which ones groups_dropped counts: the log may repeat them, and a cutter that has started again must know them"
+    policy_ceiling: int | None = None
+    "newest among the oldest versions of all groups named here: when it is too old to be admitted, so is each of them"
 
 
 class StepTaken(Event, frozen=True, kw_only=True):
@@ -468,6 +477,83 @@ class WorkerSeen(Event, frozen=True, kw_only=True):
     "named figures: memory_bytes, busy_share, running …"
 
 
+class RunFile(Value, frozen=True, kw_only=True):
+    """A file that a run needs: the job's source, or a file that its config names."""
+
+    name: str
+    "path relative to the folder of the job"
+    setting: str | None
+    "the config field that names it, such as job.module; null for what stands beside the module"
+    uri: str
+    sha256: str
+    size_bytes: int
+
+
+class RunStarted(Event, frozen=True, kw_only=True):
+    """A run began. Everything needed to go on with it elsewhere stands here; nothing of it is secret."""
+
+    number: ClassVar[int] = 18
+    kind: RunKind
+    config: str
+    "JSON of the config as it was asked for; addresses and folders of this machine are left out"
+    files: list[RunFile]
+    seed: int
+    code_version: str
+    packages: dict[str, str]
+    "versions of the packages that decide what comes out"
+    positions: list[Position]
+    "the end of every partition at this moment: nothing before it belongs to the run"
+    started_by: str
+    "user and machine"
+    sources: list[str] = []
+    "runs whose trajectories this one replays"
+
+
+class RunResumed(Event, frozen=True, kw_only=True):
+    """A run that had ended, or whose programs were gone, goes on. Older starts of it give way."""
+
+    number: ClassVar[int] = 19
+    start: int
+    "1 for the first time it is resumed, then 2, 3 …"
+    code_version: str
+    packages: dict[str, str]
+    started_by: str
+
+
+class RunEnded(Event, frozen=True, kw_only=True):
+    """The programs of a run have stopped. A run that was not finished can be resumed."""
+
+    number: ClassVar[int] = 20
+    reason: EndReason
+    detail: str
+    "one sentence"
+    start: int
+    "which start of the run ended: 0 for the first, then as in RunResumed"
+
+
+class AttemptEnded(Event, frozen=True, kw_only=True):
+    """An attempt is over and its trajectory is on the log: all that planners need to know of it, without its tokens."""
+
+    number: ClassVar[int] = 21
+    index: int
+    group_size: GroupSize
+    ended_by: EndedBy
+    reason: str | None
+    tokens_sampled: int
+    policy_version_oldest: int | None
+
+
+class SnapshotTaken(Event, frozen=True, kw_only=True):
+    """The state of one program of a run, folded from everything before `positions`. The newest one counts."""
+
+    number: ClassVar[int] = 22
+    program: str
+    code_version: str
+    "of the fold: a program that folds otherwise does not use it"
+    positions: list[Position]
+    state: bytes
+
+
 class EventRejected(Event, frozen=True, kw_only=True):
     """A message that a stage could not take, whole and with its address."""
 
@@ -497,5 +583,10 @@ EVENTS: tuple[type[Event], ...] = (
     WeightsLoaded,
     ControlIssued,
     WorkerSeen,
+    RunStarted,
+    RunResumed,
+    RunEnded,
+    AttemptEnded,
+    SnapshotTaken,
     EventRejected,
 )

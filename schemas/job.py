@@ -1,12 +1,13 @@
 """A job is a Python module: what is practised, with which tools of one's own, judged by which scorers.
 
-def tasks(split, seed) -> Iterator[Task]
-    Endless. `split` is "train" or "heldout"; the same seed gives the same tasks.
+def tasks(split, seed, start=0) -> Iterator[Task]
+    Endless. `split` is "train" or "heldout"; the same seed gives the same tasks. With `start`, task number `start` comes
+    first. The parameter is optional: without it, a feeder that restarts draws and drops all tasks before that one.
 SYSTEM_PROMPT: str
     Optional. What the agent reads before the task.
 AGENTS: tuple
-    Optional. Agents, topologies and models (producers.agent, producers.topology) that tasks name as their `agent`. A task
-    whose agent is none of them is played by one agent with SYSTEM_PROMPT and the task's toolset.
+    Optional. Agents, topologies and models (producers.agent, producers.topology); every task names one of them as its
+    `agent`. Without AGENTS a task is played by one agent with SYSTEM_PROMPT and the task's toolset, whatever its name.
 TOOLS: tuple
     Optional. Tools of one's own (sandboxes.tools).
 SCORERS: tuple[Scorer, ...]
@@ -21,9 +22,11 @@ SCAFFOLD: tuple[str, ...]
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -52,12 +55,18 @@ class Scorer(Protocol):
     def score(self, trajectory: TrajectoryAssembled) -> Score: ...
 
 
+class Tasks(Protocol):
+    """Makes the tasks of a split, from number `start` on."""
+
+    def __call__(self, split: str, seed: int, start: int = 0) -> Iterator[Task]: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """A loaded job module, checked."""
 
     name: str
-    tasks: Callable[[str, int], Iterator[Task]]
+    tasks: Tasks
     system_prompt: str
     tools: tuple[Any, ...]
     scorers: tuple[Scorer, ...]
@@ -77,7 +86,7 @@ def load_job(module: str) -> Job:
         )
     return Job(
         name=loaded.__name__,
-        tasks=tasks,
+        tasks=_with_start(tasks),
         system_prompt=getattr(loaded, "SYSTEM_PROMPT", ""),
         tools=tuple(getattr(loaded, "TOOLS", ())),
         scorers=tuple(getattr(loaded, "SCORERS", ())),
@@ -86,6 +95,17 @@ def load_job(module: str) -> Job:
         scaffold=tuple(getattr(loaded, "SCAFFOLD", ())),
         agents=tuple(getattr(loaded, "AGENTS", ())),
     )
+
+
+def _with_start(tasks: Any) -> Tasks:
+    """A function without the parameter `start` is given one that draws and drops what comes before."""
+    if "start" in inspect.signature(tasks).parameters:
+        return tasks  # type: ignore[no-any-return]
+
+    def drawn(split: str, seed: int, start: int = 0) -> Iterator[Task]:
+        return islice(tasks(split, seed), start, None)
+
+    return drawn
 
 
 def _from_name(name: str) -> ModuleType:

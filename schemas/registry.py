@@ -11,7 +11,9 @@ import httpx2
 from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 from confluent_kafka.schema_registry.error import SchemaRegistryError
 
-from schemas.errors import LogUnavailable
+from schemas.errors import BadInput, LogUnavailable, NotAllowed
+from schemas.run import SecuritySettings
+from schemas.secrets import for_program, read_secret
 
 COMPATIBILITY = "FULL_TRANSITIVE"
 _SCHEMA_NOT_FOUND = 40403
@@ -19,6 +21,10 @@ _SCHEMA_NOT_FOUND = 40403
 _RESTART_SECONDS_MIN = 3.0
 "no registry is killed and answers again within this time"
 _SETTLE_SECONDS = 2.0
+
+
+_NOT_ALLOWED = {401, 403}
+_CONFLICT = 409
 
 
 class Registry(Protocol):
@@ -37,8 +43,15 @@ class Registry(Protocol):
 class ConfluentRegistry:
     """Any registry with the Confluent API, by URL."""
 
-    def __init__(self, url: str) -> None:
-        self._client = SchemaRegistryClient({"url": url, "timeout": 20})
+    def __init__(
+        self,
+        url: str,
+        security: SecuritySettings = SecuritySettings(),  # noqa: B008 - it is frozen
+        program: str = "operator",
+        subject_prefix: str = "",
+    ) -> None:
+        self._client = SchemaRegistryClient({"url": url, "timeout": 20, **_security(security, program)})
+        self._subject_prefix = subject_prefix
         self._ids: dict[tuple[str, str], int] = {}
         self._schemas: dict[int, dict[str, Any]] = {}
         self._settled_at = float("-inf")
@@ -47,7 +60,13 @@ class ConfluentRegistry:
         """Sets the global rule: replay reads events of any age, so no version may break any other."""
         self._asked(lambda: self._client.set_compatibility(level=COMPATIBILITY))
 
+    def require_compatibility_of_known(self) -> None:
+        """Sets the rule for the subjects that were registered through this client, on a registry that others use too."""
+        for subject in sorted({subject for subject, _ in self._ids}):
+            self._asked(lambda subject=subject: self._client.set_compatibility(subject, COMPATIBILITY))
+
     def id_of(self, subject: str, schema: dict[str, Any]) -> int:
+        subject = self._subject_prefix + subject
         text = json.dumps(schema)
         known = self._ids.get((subject, text))
         if known is not None:
@@ -96,9 +115,29 @@ class ConfluentRegistry:
         except SchemaRegistryError as error:
             if error.error_code == _SCHEMA_NOT_FOUND:
                 raise KeyError(str(error)) from error
+            if error.http_status_code in _NOT_ALLOWED:
+                raise NotAllowed(
+                    f"the schema registry refuses this program: {error}. Check registry_username and registry_password in "
+                    "[log.security]"
+                ) from error
+            if error.http_status_code == _CONFLICT:
+                raise BadInput(
+                    f"the schema registry holds other schemas under our subjects: {error}. It is the registry of another log, "
+                    "or of another release: correct registry_url in [log]"
+                ) from error
             raise LogUnavailable(f"the schema registry refused: {error}") from error
         except (httpx2.HTTPError, OSError) as error:
             raise LogUnavailable(f"the schema registry does not answer: {error}") from error
+
+
+def _security(security: SecuritySettings, program: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if security.registry_ca_file:
+        found["ssl.ca.location"] = for_program(security.registry_ca_file, program)
+    if security.registry_username:
+        password = read_secret(security.registry_password, program, "registry_password in [log.security]")
+        found["basic.auth.user.info"] = f"{for_program(security.registry_username, program)}:{password}"
+    return found
 
 
 class MemoryRegistry:

@@ -1,6 +1,53 @@
 """What every program is told when it starts: which run, which job, and where the log, the registry and the blobs are."""
 
+from typing import Literal
+
 from msgspec import Struct
+
+from schemas.events import Position
+
+FIELD = "field"
+"run_id of what belongs to the field as a whole, such as the heartbeats of the traces program"
+
+
+class SecuritySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How clients prove who they are. TOML section [log.security].
+
+    No secret is ever written here: a password is a reference, `env:NAME` (a variable of the environment) or `file:PATH`
+    (the first line of a file), and is read when a client connects. `{program}` in any field stands for the name of the
+    program, so that every program can have credentials of its own.
+    """
+
+    protocol: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
+    ca_file: str = ""
+    "PEM file of the authority that signed the brokers' certificates; empty = those of the system"
+    certificate_file: str = ""
+    "PEM file of the client's own certificate, when the brokers ask for one"
+    key_file: str = ""
+    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
+    username: str = ""
+    password: str = ""
+    "env:NAME or file:PATH"
+    registry_ca_file: str = ""
+    registry_username: str = ""
+    registry_password: str = ""
+    "env:NAME or file:PATH"
+
+
+class LogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the log is. TOML section [log]. Nothing set = a broker and a registry of the field's own, on this machine."""
+
+    bootstrap_servers: str = ""
+    "host:port of some brokers, separated by commas; empty = the embedded broker"
+    registry_url: str = ""
+    "address of the schema registry's Confluent API; empty = the embedded registry"
+    topic_prefix: str = ""
+    "begins the name of every topic, consumer group and transactional id: it keeps two tenants of one cluster apart"
+    replication: int = 1
+    "copies of every topic that is made"
+    min_in_sync: int = 1
+    "copies that must have an event before it counts as written"
+    security: SecuritySettings = SecuritySettings()
 
 
 class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -15,7 +62,7 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     demonstrations: int = 6000
     "trajectories of the job's scripted teacher that the cold start is trained on; 0 = start GRPO from the given model"
     steps: int = 80
-    "optimizer batches of GRPO after the cold start"
+    "optimizer batches of GRPO after the cold start; 0 = train until stopped"
     groups_per_batch: int = 16
     group_size: int = 8
     staleness_max: int = 4
@@ -30,13 +77,20 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One run of one job on one log."""
+    """One run of one job on one field, as a program of it is told."""
 
     run_id: str
     seed: int
     job: JobSettings
-    bootstrap_servers: str
-    registry_url: str
+    log: LogSettings
     blobs_url: str
+    blobs_also_read: tuple[str, ...] = ()
+    "other stores that blobs may be read from: events may name blobs of other runs"
+    program: str = "operator"
+    "which program this is: a name of schemas.programs"
     worker: str = "worker"
-    "name of this program's instance, unique on the stack"
+    "name of this program's instance, unique on the field"
+    start_number: int = 0
+    "how often the run was resumed when this program was told: a higher number on the log has taken the run over"
+    start: tuple[Position, ...] = ()
+    "the end of every partition when the run started: nothing before it belongs to the run"

@@ -1,13 +1,13 @@
-"""THE MAP: every topic in the order of the flow, what stands on it, who writes and who reads it."""
+"""THE MAP: every topic in the order of the flow and what stands on it. Who writes and reads it: schemas.programs."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from schemas import events
 from schemas.events import Event
 
 PARTITIONS = 4
-"Topics 01-11 have the same count, so that one key is on the same partition number in each of them."
+"Topics from tasks to groups have the same count, so that one key is on the same partition number in each of them."
 
 _DAY_MILLISECONDS = 24 * 3600 * 1000
 FOREVER = -1
@@ -18,13 +18,12 @@ class Topic:
     name: str
     events: tuple[type[Event], ...]
     key: Callable[[Event], str]
-    writers: tuple[str, ...]
-    readers: tuple[str, ...]
     partitions: int = PARTITIONS
     compacted: bool = False
     retention_milliseconds: int = FOREVER
     rejected_by: str = "traces"
     "the one reader that turns what cannot be read into an EventRejected; the others pass it over"
+    extra_settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -34,7 +33,20 @@ class Topic:
             "retention.ms": str(self.retention_milliseconds),
             "retention.bytes": str(FOREVER),  # nothing is forgotten for want of room: an age can be warned of
             "compression.type": "producer",
+            **self.extra_settings,
         }
+
+
+COMPACTED_SOON = {
+    "segment.bytes": str(1024 * 1024),  # the least that Kafka 4 allows
+    "segment.ms": "30000",
+    "min.cleanable.dirty.ratio": "0.1",
+    "max.compaction.lag.ms": "60000",
+    "delete.retention.ms": "60000",
+}
+"""Settings of a topic that holds states. Only closed segments are compacted, and what is not compacted, tombstones among it,
+is read at every restart: with these settings about two minutes of changes, with the broker's defaults (a segment of 1 GiB
+or a week, tombstones for a day) the whole history of every key."""
 
 
 def _field(name: str) -> Callable[[Event], str]:
@@ -68,16 +80,15 @@ def _origin_key(event: Event) -> str:
     return (event.original_key or b"").decode("utf-8", "replace")
 
 
+def _snapshot_key(event: Event) -> str:
+    assert isinstance(event, events.SnapshotTaken)
+    return f"{event.meta.run_id}:{event.program}"
+
+
 TOPICS: tuple[Topic, ...] = (
-    Topic("tasks", (events.TaskSubmitted,), _field("task_id"), ("feeder",), ("scheduler", "traces")),
-    Topic(
-        "rollouts",
-        (events.RolloutRequested,),
-        _field("trajectory_id"),
-        ("scheduler",),
-        ("rollouts", "traces"),
-        rejected_by="rollouts",
-    ),
+    Topic("runs", (events.RunStarted, events.RunResumed, events.RunEnded), _field("run_id"), partitions=1),
+    Topic("tasks", (events.TaskSubmitted,), _field("task_id")),
+    Topic("rollouts", (events.RolloutRequested,), _field("trajectory_id"), rejected_by="rollouts"),
     Topic(
         "messages",
         (
@@ -89,66 +100,32 @@ TOPICS: tuple[Topic, ...] = (
             events.RolloutEnded,
         ),
         _field("trajectory_id"),
-        ("rollouts", "scheduler"),
-        ("assemble", "traces"),
         rejected_by="assemble",
     ),
-    Topic(
-        "trajectories",
-        (events.TrajectoryAssembled,),
-        _field("group_id"),
-        ("assemble",),
-        ("score", "scheduler", "feeder", "trainer", "traces"),
-        rejected_by="score",
-    ),
-    Topic(
-        "rewards", (events.RewardAssigned,), _field("group_id"), ("score",), ("group", "traces"), rejected_by="group"
-    ),
-    Topic(
-        "groups",
-        (events.GroupCompleted,),
-        _field("group_id"),
-        ("group",),
-        ("cut", "scheduler", "traces"),
-        rejected_by="cut",
-    ),
-    Topic("batches", (events.BatchCut,), _field("run_id"), ("cut",), ("trainer", "scheduler", "traces"), partitions=1),
-    Topic("steps", (events.StepTaken,), _field("run_id"), ("trainer",), ("traces",), partitions=1),
-    Topic(
-        "weights",
-        (events.WeightsPublished,),
-        _weights_key,
-        ("trainer",),
-        ("reloader", "vllm", "rollouts", "scheduler", "feeder", "trainer", "traces"),
-        partitions=1,
-        compacted=True,
-    ),
-    Topic(
-        "serving",
-        (events.WeightsLoaded,),
-        _server_key,
-        ("reloader",),
-        ("scheduler", "rollouts", "feeder", "traces"),
-        partitions=1,
-    ),
+    Topic("trajectories", (events.TrajectoryAssembled,), _field("group_id"), rejected_by="score"),
+    Topic("attempts", (events.AttemptEnded,), _field("group_id")),
+    Topic("rewards", (events.RewardAssigned,), _field("group_id"), rejected_by="group"),
+    Topic("groups", (events.GroupCompleted,), _field("group_id"), rejected_by="cut"),
+    Topic("batches", (events.BatchCut,), _field("run_id"), partitions=1),
+    Topic("steps", (events.StepTaken,), _field("run_id"), partitions=1),
+    Topic("weights", (events.WeightsPublished,), _weights_key, partitions=1, compacted=True),
+    Topic("serving", (events.WeightsLoaded,), _server_key, partitions=1),
     Topic(
         "control",
         (events.ControlIssued, events.WorkerSeen),
         _control_key,
-        ("operator", "feeder", "every program"),
-        ("reloader", "scheduler", "traces"),
         partitions=1,
         retention_milliseconds=30 * _DAY_MILLISECONDS,
     ),
     Topic(
-        "dead-letters",
-        (events.EventRejected,),
-        _origin_key,
-        ("any stage",),
-        ("operator", "traces"),
+        "snapshots",
+        (events.SnapshotTaken,),
+        _snapshot_key,
         partitions=1,
-        rejected_by="nobody",
+        compacted=True,
+        extra_settings=COMPACTED_SOON,
     ),
+    Topic("dead-letters", (events.EventRejected,), _origin_key, partitions=1, rejected_by="nobody"),
 )
 
 TOPIC_BY_NAME: dict[str, Topic] = {topic.name: topic for topic in TOPICS}

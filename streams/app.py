@@ -1,19 +1,17 @@
-"""The Faust app: hops bound to topics. It holds no rule of its own.
+"""The Faust app: hops bound to topics.
 
     messages ─► assemble ─► trajectories ─► score ─► rewards ─► group ─► groups
 
-What is put right here, without forking (PARTS.md, Faust): partitions flow after a recovery when they were sought and the
-queues emptied, not before; an event that a hop refuses becomes a dead letter instead of vanishing; a delivery that need
-not wait does not cost four tasks; and state is written once a commit, after the facts that led to it, not once a message
-(streams.stage).
+It holds no rule of its own; what Faust gets wrong is put right in streams.faust_fixes. An event that a hop refuses becomes a
+dead letter instead of vanishing, and state is written once a commit, after the facts that led to it (streams.stage).
 """
 
 import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -21,25 +19,25 @@ from urllib.parse import quote
 import faust
 import structlog
 from faust.streams import _current_event
-from faust.tables.manager import TableManager
-from faust.tables.recovery import Recovery
-from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
-from mode.services import WaitResults
 
 from schemas.codec import Codec
-from schemas.errors import LogBroken, LogUnavailable
+from schemas.errors import LogBroken, LogUnavailable, Rebalanced
 from schemas.events import Address, EventRejected
 from schemas.job import load_job
 from schemas.metrics import Pulse
+from schemas.programs import ACCESS_BY_PROGRAM
 from schemas.run import Run
 from schemas.topics import PARTITIONS
 from streams.config import StreamsSettings
+from streams.faust_fixes import IdempotentProducer, KeepingConsumer, OrderedTableManager
 from streams.hops.flow import hops
 from streams.hops.hop import Hop
 from streams.log.connect import open_log
+from streams.log.connection import Connection, ssl_context
 from streams.log.kafka import KafkaLog
-from streams.log.protocol import Log, delivered
+from streams.log.outbox import Outbox
+from streams.log.protocol import Delivery, Log, delivered
 from streams.rules.dead_letter import TooManyRejects
 from streams.stage import Change, Stage
 
@@ -48,168 +46,15 @@ logger = structlog.get_logger()
 _LAG_SECONDS = 5.0
 _FETCH_BYTES = 256 * 1024
 "of a partition at once: what is compressed may be a hundred times as large in memory"
-_CHANGELOG_BUFFER_MESSAGES = 10_000
-"Above this no more is delivered until Faust has sent some: all states of a commit should fit."
-
-
-class OrderedRecovery(Recovery):  # type: ignore[misc]  # faust has no usable types
-    """Faust lets the streams' partitions flow, then seeks them to the committed offsets, then empties the queues of the
-    agents. What was delivered in between is gone and its offsets are committed by the next message: facts are lost at a
-    rebalance. Here the partitions flow when all of that is done."""
-
-    async def on_recovery_completed(self, generation_id: int = 0) -> None:
-        with self.app.consumer.holding_partitions():
-            await super().on_recovery_completed(generation_id)
-
-    async def _resume_streams(self, generation_id: int = 0) -> None:
-        """The same where no hop keeps state."""
-        with self.app.consumer.holding_partitions():
-            await super()._resume_streams(generation_id)
-
-
-class OrderedTableManager(TableManager):  # type: ignore[misc]
-    _recovery: Recovery | None
-
-    @property
-    def recovery(self) -> Recovery:
-        if self._recovery is None:
-            self._recovery = OrderedRecovery(self.app, self, beacon=self.beacon, loop=self.loop)
-        return self._recovery
-
-
-class IdempotentProducer(driver.Producer):  # type: ignore[misc]
-    """Writes the changelogs; facts are written by our own log."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.buffer.max_messages = _CHANGELOG_BUFFER_MESSAGES
-
-    def _settings_extra(self) -> dict[str, Any]:
-        return {"acks": "all", "enable_idempotence": True}
-
-
-class KeepingThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
-    """Fetches and seeks for the consumer, one after the other.
-
-    A fetch waits up to a second. Faust hands it the set of partitions that flow, which a rebalance empties meanwhile: then
-    it takes records of any partition, nobody is given them, and reading goes on behind them. So a fetch keeps to what it was
-    asked for, and partitions are sought when the last fetch has ended.
-    """
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._positions = asyncio.Lock()
-
-    async def _fetch_records(self, consumer: Any, active_partitions: set[TP], **named: Any) -> Any:
-        async with self._positions:
-            wanted = set(active_partitions)
-            return await super()._fetch_records(consumer, wanted, **named) if wanted else {}
-
-    async def seek_to_committed(self) -> Mapping[TP, int | None]:
-        return cast(Mapping[TP, int | None], await self.call_thread(self._seek_to_committed))
-
-    async def _seek_to_committed(self) -> Mapping[Any, int | None]:
-        """As its base, and what was never committed to its beginning: a fetch may have taken some of it."""
-        consumer = self._ensure_consumer()
-        async with self._positions:
-            committed = await consumer.seek_to_committed()
-            sources = [place for place, offset in committed.items() if not offset and self._is_source(place.topic)]
-            if sources:
-                await consumer.seek_to_beginning(*sources)
-            return cast(Mapping[Any, int | None], committed)
-
-    def _is_source(self, topic: str) -> bool:
-        return topic not in self.app.tables.changelog_topics
-
-
-class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
-    """Keeps the stages' states before it commits, and delivers without tasks where nothing has to be waited for.
-
-    A commit belongs to the tenure it began in. When partitions are taken away while it waits for the broker, the states
-    are forgotten and the offsets must be too: committed after the partitions came back, they would skip what led there.
-    """
-
-    _tenure = 0
-    "counts how often partitions were taken away"
-    _tenure_of_commit = 0
-    _held: set[TP] | None = None
-    "partitions that are to flow when holding ends"
-
-    @contextmanager
-    def holding_partitions(self) -> Iterator[None]:
-        """What is told to flow meanwhile does so at the end; if it was taken away by then, after the next recovery."""
-        tenure, held = self._tenure, set[TP]()
-        self._held = held
-        try:
-            yield
-        finally:
-            self._held = None
-        if tenure == self._tenure:
-            self.app.expect({place: self._read_offset[place] for place in held})
-            self.resume_partitions(held)
-
-    def _new_consumer_thread(self) -> KeepingThread:
-        return KeepingThread(self, loop=self.loop, beacon=self.beacon)
-
-    def resume_partitions(self, tps: Iterable[TP]) -> None:
-        if self._held is None:
-            super().resume_partitions(tps)
-        else:
-            self._held.update(tps)
-
-    async def _commit_offsets(self, offsets: Mapping[TP, int], start_new_transaction: bool = True) -> bool:
-        if self.app.failed.done():
-            return False  # what led to the failure is read again
-        self._tenure_of_commit = self._tenure
-        await self.app.begin_to_keep()
-        try:
-            # a worker that slept longer than its session wakes up with partitions that others have moved on with: its
-            # states would stand after theirs in the changelog
-            await self._require_membership()
-            self._require_tenure()
-            self.app.keep_states()
-            return bool(await super()._commit_offsets(offsets, start_new_transaction))
-        except _Evicted as error:
-            logger.warning("commit given up", reason=str(error))
-            return False
-
-    async def _commit(self, offsets: Mapping[TP, int]) -> bool:
-        self._require_tenure()  # by now the changelog was flushed, which takes its time
-        return bool(await super()._commit(offsets))
-
-    async def on_partitions_revoked(self, revoked: set[TP]) -> None:
-        self._tenure += 1
-        await super().on_partitions_revoked(revoked)
-        self.app.forget_states(revoked)
-
-    async def _require_membership(self) -> None:
-        """By a heartbeat of its own: the last regular one may have been answered before this process was stopped."""
-        coordinator = self._thread._ensure_consumer()._coordinator
-        if not await self._thread.call_thread(coordinator._do_heartbeat):
-            raise _Evicted("the group does not answer for this worker")
-
-    def _require_tenure(self) -> None:
-        if self._tenure_of_commit != self._tenure:
-            raise _Evicted("partitions were taken away meanwhile")
-
-    async def wait_first(self, *coros: Any, timeout: Any = None) -> WaitResults:  # noqa: ASYNC109 - its base has it
-        """Faust gives each message four tasks, in case the delivery has to wait and the flow is suspended meanwhile.
-        One that cannot have to wait needs none of them."""
-        if len(coros) != 2 or not self.app.can_deliver_at_once():
-            return await super().wait_first(*coros, timeout=timeout)
-        delivery, suspension = coros
-        suspension.close()
-        return WaitResults([delivery], [await delivery], False)
-
-
-class _Evicted(Exception):
-    """What was to be committed is read again, here or by another worker."""
 
 
 class StreamsApp(faust.App):  # type: ignore[misc]
     """A Faust app that knows where facts go and whose states to keep."""
 
-    facts: Log
+    connection: Connection
+    event_log: Log
+    facts: Outbox
+    "to the log, never waiting for a blob"
     agents_at_work: "list[Agent]"
     failed: "asyncio.Future[None]"
 
@@ -237,6 +82,11 @@ class StreamsApp(faust.App):  # type: ignore[misc]
         """Called when the facts are flushed and the partitions are still ours."""
         for agent in self.agents_at_work:
             agent.keep()
+
+    def offsets_committed(self) -> None:
+        """Called when the offsets that belong to the kept states are committed."""
+        for agent in self.agents_at_work:
+            agent.committed()
 
     def expect(self, offsets: Mapping[TP, int | None]) -> None:
         """Called when partitions are about to flow from these offsets on; None = from the beginning."""
@@ -272,6 +122,10 @@ async def _serve(run: Run, settings: StreamsSettings, pulse: Pulse, stop: thread
     for hop in hops(load_job(run.job.module).scorers, settings.advantage):
         if hop.name in settings.hops:
             app.agents_at_work.append(Agent(app, hop, log.codec, run.run_id, settings, pulse))
+    # Faust would begin a new group at the beginning of the log, among the events of other runs. All sources at once: for a
+    # group that has members, only they could add one later
+    sources = list(ACCESS_BY_PROGRAM["streams"].consumes)
+    await asyncio.to_thread(log.begin_group, f"streams-{run.run_id}", sources, run.start)
     # Faust would make them while it starts, and crash when the broker tells of them a moment later
     await asyncio.to_thread(log.make_changelogs, [agent.changelog for agent in app.agents_at_work if agent.changelog])
     await app.start()
@@ -303,15 +157,17 @@ async def _watch_lag(run: Run, log: KafkaLog, topics: list[str], pulse: Pulse) -
 
 def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Future[None]") -> StreamsApp:
     logging.getLogger("faust").setLevel(logging.WARNING)
+    connection = Connection(run.log, run.program)
     app = StreamsApp(
-        f"streams-{run.run_id}",
-        broker=";".join(f"kafka://{server}" for server in run.bootstrap_servers.split(",")),
+        connection.name(f"streams-{run.run_id}"),
+        broker=";".join(f"kafka://{server}" for server in run.log.bootstrap_servers.split(",")),
+        broker_credentials=_credentials(connection),
         store="rocksdb://",
         datadir=str(state_folder(settings, run.worker)),
         key_serializer="raw",
         value_serializer="raw",
         topic_partitions=PARTITIONS,
-        topic_replication_factor=1,
+        topic_replication_factor=run.log.replication,
         topic_disable_leader=True,
         topic_allow_declare=True,
         consumer_auto_offset_reset="earliest",
@@ -326,10 +182,22 @@ def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Fut
         TableManager=OrderedTableManager,
         worker_redirect_stdouts=False,
     )
-    app.facts, app.failed, app.agents_at_work = log, failed, []
+    app.connection, app.event_log, app.facts = connection, log, Outbox(log)
+    app.failed, app.agents_at_work = failed, []
     app.transport.Consumer = KeepingConsumer
     app.producer_transport.Producer = IdempotentProducer
     return app
+
+
+def _credentials(connection: Connection) -> faust.auth.Credentials | None:
+    """As our own clients have them (streams.log.connection), for aiokafka."""
+    security = connection.log.security
+    context = ssl_context(security, connection.program)
+    if security.protocol.startswith("sasl"):
+        return faust.SASLCredentials(
+            username=connection.user, password=connection.password(), ssl_context=context, mechanism=security.mechanism
+        )
+    return None if context is None else faust.SSLCredentials(context)
 
 
 def state_folder(settings: StreamsSettings, worker: str) -> Path:
@@ -347,13 +215,14 @@ class Agent:
         self.reads = hop.reads
         self._app = app
         self._codec = codec
+        self._plain = app.connection.plain
         self._pulse = pulse
         self._queue: Any = None
         self._offset_taken: dict[tuple[str, int], int] = {}
         "the last of each partition"
         self._table: Any = _table(app, hop, settings) if hop.state_class is not None else None
         self._stage = Stage(hop, run_id, lambda key: self._table.get(key), settings.rejects_share_max)
-        source = app.topic(hop.reads, key_type=bytes, value_type=bytes)
+        source = app.topic(app.connection.name(hop.reads), key_type=bytes, value_type=bytes)
         app.agent(source, name=hop.name, concurrency=1)(self._process)
 
     @property
@@ -369,19 +238,29 @@ class Agent:
         self._queue = stream.channel.queue
         async for event in stream.events():
             try:
-                self._take(event)
+                self._take(event, await self._delivered(event.message))
             except Exception as error:
                 # an exception here would make Faust acknowledge and drop the message: stop the worker instead, and the
                 # message is delivered again after the restart
                 self._app.fail(error)
                 await asyncio.Event().wait()
 
-    def _take(self, cause: Any) -> None:
-        message = cause.message
-        address = Address(message.topic, message.partition, message.offset)
-        self._require_nothing_skipped(address)
+    async def _delivered(self, message: Any) -> Delivery:
+        """A message, decoded; in a thread if it stands for a blob. Raises LogUnavailable, Rebalanced."""
+        address = Address(self._plain(message.topic), message.partition, message.offset)
+        if message.value is None or self._codec.spilled(message.value) is None:
+            return delivered(self._codec, address, message.key, message.value)
+        tenure = self._app.consumer.tenure
+        delivery = await asyncio.to_thread(delivered, self._codec, address, message.key, message.value)
+        if tenure != self._app.consumer.tenure:  # its state was forgotten meanwhile, and another worker may have it
+            raise Rebalanced(f"partitions were taken away while the blob of {address} was read")
+        return delivery
+
+    def _take(self, cause: Any, delivery: Delivery) -> None:
+        """Does not wait: what a message leads to must be appended before a commit can begin."""
+        self._require_nothing_skipped(delivery.address)
         with self._pulse.busy():
-            facts = self._stage.take(delivered(self._codec, address, message.key, message.value), cause)
+            facts = self._stage.take(delivery, cause)
         for fact in facts:
             self._app.facts.append(fact)
         self._pulse.count("events_read")
@@ -397,11 +276,13 @@ class Agent:
         if address.offset <= before + 1:
             return
         with suppress(LookupError):
-            self._app.facts.read_at([Address(*place, before + 1)])
+            self._app.event_log.read_at([Address(*place, before + 1)])
             raise LogBroken(f"{address} was delivered after offset {before}: what stands between them was not")
 
     def expect(self, offsets: Mapping[TP, int | None]) -> None:
-        self._offset_taken = {(place.topic, place.partition): (offset or 0) - 1 for place, offset in offsets.items()}
+        self._offset_taken = {
+            (self._plain(place.topic), place.partition): (offset or 0) - 1 for place, offset in offsets.items()
+        }
 
     def begin_to_keep(self) -> None:
         self._stage.begin_to_keep()
@@ -409,8 +290,11 @@ class Agent:
     def keep(self) -> None:
         self._stage.keep(self._write)
 
+    def committed(self) -> None:
+        self._stage.committed()
+
     def forget(self, revoked: set[TP]) -> None:
-        self._stage.forget(revoked)
+        self._stage.forget({(self._plain(place.topic), place.partition) for place in revoked})
 
     def _write(self, key: bytes, change: Change) -> None:
         """To the table and, by Faust, to its changelog."""

@@ -31,3 +31,5 @@ class CutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     "how long to wait for groups at a time"
     rejects_share_max: float = 0.5
     "the cutter stops with an alarm when more than this share of the last thousand groups cannot be read"
+    snapshot_batches: int = 16
+    "a snapshot of the cutter's state is written with every so many batches: a restart reads no more of them"

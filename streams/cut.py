@@ -1,36 +1,45 @@
 """The cutter: groups in, batches out, each batch and the positions it consumed in one transaction (P4).
 
-    groups ─► CutGroups (pure) ─► BatchCut + positions ─► one Kafka transaction
+    groups ─► CutGroups (pure) ─► BatchCut + positions, now and then a SnapshotTaken ─► one Kafka transaction
 
-Nothing is kept besides the log: a restart reads its state back from `batches`, and a second cutter fences the first.
+Nothing is kept besides the log: a restart takes the newest snapshot of its state and reads the `batches` after it; without
+a snapshot, those of the whole run. A second cutter fences the first.
 """
 
 import threading
+from collections.abc import Iterable, Sequence
 
+import msgspec
 import structlog
 
-from schemas.errors import LogUnavailable
-from schemas.events import BatchCut
+from schemas.errors import Fenced, LogBroken, LogUnavailable
+from schemas.events import BatchCut, Event, Position, SnapshotTaken
 from schemas.ids import now_microseconds
 from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.config import CutSettings
-from streams.hops.groups_to_batches import CutGroups, Cutting
+from streams.hops.groups_to_batches import STATE_VERSION, CutGroups, Cutting
 from streams.log.connect import open_log
 from streams.log.kafka import KafkaLog
 from streams.log.protocol import Delivery, Log, Reader, Transactor
+from streams.log.snapshots import newest_snapshot, snapshot
+from streams.log.takeover import fenced_or_taken_over
 from streams.rules.dead_letter import RejectLimit, rejected
 
 logger = structlog.get_logger()
 
+PROGRAM = "cut"
 _RETRY_SECONDS = 1.0
 
 
 def run(run: Run, settings: CutSettings, pulse: Pulse, stop: threading.Event) -> None:
-    """Cuts until told to stop. Raises Fenced when another cutter took over, LogBroken, TooManyRejects."""
+    """Cuts until told to stop. Raises Fenced when another cutter took over, TakenOver when the whole run was, LogBroken,
+    TooManyRejects."""
     log = open_log(run)
     try:
         cut(run, settings, pulse, stop, log)
+    except Fenced as error:
+        raise fenced_or_taken_over(log, run, error) from error
     finally:
         log.close()
 
@@ -40,7 +49,7 @@ def cut(run: Run, settings: CutSettings, pulse: Pulse, stop: threading.Event, lo
     hop = cutting_of(run)
     while not stop.is_set():
         try:
-            Cutter(log, hop, run.run_id, settings, pulse).run_until(stop)
+            Cutter(log, hop, run, settings, pulse).run_until(stop)
         except LogUnavailable as error:
             # the transaction was aborted or the broker is away: state and positions are read back and taken again
             logger.warning("cut.restarting", reason=str(error))
@@ -52,26 +61,30 @@ def cut(run: Run, settings: CutSettings, pulse: Pulse, stop: threading.Event, lo
 def cutting_of(run: Run) -> CutGroups:
     """How batches of this run are cut."""
     job = run.job
-    return CutGroups(run.run_id, job.groups_per_batch, job.staleness_max, job.first_version, batches_max=job.steps)
+    return CutGroups(
+        run.run_id, job.groups_per_batch, job.staleness_max, job.first_version, batches_max=job.steps or None
+    )
 
 
 class Cutter:
     """One life of the cutter, from what is on the log to the first failure."""
 
-    def __init__(self, log: Log, hop: CutGroups, run_id: str, settings: CutSettings, pulse: Pulse) -> None:
+    def __init__(self, log: Log, hop: CutGroups, run: Run, settings: CutSettings, pulse: Pulse) -> None:
         self._log = log
         self._hop = hop
-        self._run_id = run_id
+        self._run = msgspec.structs.replace(run, program=PROGRAM)
         self._settings = settings
         self._pulse = pulse
         self._limit = RejectLimit("cut", settings.rejects_share_max)
         # the transactional id is taken over before the state is read, so that no older cutter can add to it any more
-        self._transactor: Transactor = log.transactor(f"cut-{run_id}")
-        self._state = restored(log, hop, run_id)
+        self._transactor: Transactor = log.transactor(f"cut-{run.run_id}")
+        self._state = restored(log, hop, run)
+        self._since_snapshot: _Unsaved | None = None
 
     def run_until(self, stop: threading.Event) -> None:
         # alone: every group of the run is this cutter's, also while an older one does not know yet that it is fenced
-        reader = self._log.reader([self._hop.reads], group=f"cut-{self._run_id}", alone=True)
+        group = f"cut-{self._run.run_id}"
+        reader = self._log.reader([self._hop.reads], group=group, alone=True, start=self._run.start)
         self._pulse.detail = "cuts batches"
         try:
             while not stop.is_set():
@@ -85,37 +98,104 @@ class Cutter:
     def _take(self, delivery: Delivery, reader: Reader) -> None:
         self._pulse.count("events_read")
         self._limit.count(delivery.undecodable is not None)
-        if delivery.event is None or self._hop.key(delivery.event) is None:
-            self._reject(delivery)
+        if delivery.event is None:
+            self._reject(delivery, delivery.undecodable or "")
+            return
+        if self._hop.key(delivery.event) is None:
             return
         outcome = self._hop.step(self._state, delivery.event, delivery.address)
+        if outcome.refused is not None:
+            self._reject(delivery, outcome.refused)
+            return
         self._state = outcome.state
         if outcome.events:
             # as long as the batch waits for the log it counts as lag: a log that does not take it is seen as a stall
             self._pulse.gauge("lag", len(outcome.events))
             with self._pulse.busy():
-                self._log.flush()  # rejects: what the batch commits is not read again
-                self._transactor.commit(outcome.events, reader)
+                self._commit(outcome.events, reader)
             self._pulse.gauge("lag", 0)
-            self._pulse.count("events_written", len(outcome.events))
             logger.info("cut.batch", index=self._state.index_next - 1)
 
-    def _reject(self, delivery: Delivery) -> None:
-        if delivery.undecodable is None:
-            return
-        self._log.append(rejected(self._run_id, "cut", delivery, delivery.undecodable, now_microseconds()))
+    def _commit(self, batches: Sequence[Event], reader: Reader) -> None:
+        events = list(batches)
+        if self._is_snapshot_due(batches):
+            events.append(self._snapshot())
+            self._since_snapshot = _Unsaved()
+        self._log.flush()  # rejects: what the batch commits is not read again
+        self._transactor.commit(events, reader)
+        self._pulse.count("events_written", len(events))
+
+    def _is_snapshot_due(self, batches: Sequence[Event]) -> bool:
+        if (
+            self._since_snapshot is None
+        ):  # with the first batch after a restart, or frequent restarts would read ever more
+            return True
+        for batch in batches:
+            self._since_snapshot.count(batch)
+        return self._since_snapshot.is_due(self._settings.snapshot_batches, len(self._state.seen))
+
+    def _snapshot(self) -> SnapshotTaken:
+        """Of the state that the batch of the same transaction leads to. All earlier batches stand before the end of the
+        topic; this one will stand after it and is read again by a restart, which knows it by its index."""
+        positions = self._log.end_positions(["batches"])
+        state = msgspec.msgpack.encode(self._state)
+        return snapshot(self._run, STATE_VERSION, positions, state, now_microseconds())
+
+    def _reject(self, delivery: Delivery, reason: str) -> None:
+        self._log.append(rejected(self._run.run_id, "cut", delivery, reason, now_microseconds()))
         self._pulse.count("rejected")
 
 
-def restored(log: Log, hop: CutGroups, run_id: str) -> Cutting:
-    """The cutter's state as the batches on the log tell it."""
-    reader = log.reader(["batches"])
-    state = Cutting()
+class _Unsaved:
+    """What was cut since the last snapshot."""
+
+    def __init__(self) -> None:
+        self._batches = 0
+        self._groups = 0
+
+    def count(self, event: Event) -> None:
+        if isinstance(event, BatchCut):
+            self._batches += 1
+            self._groups += len(event.groups) + len(event.groups_stale) + len(event.groups_passed)
+
+    def is_due(self, batches_min: int, groups_remembered: int) -> bool:
+        """Also when the state is large: all snapshots together are a few times as large as what they save reading."""
+        return self._batches >= batches_min and 4 * self._groups >= groups_remembered
+
+
+def restored(log: Log, hop: CutGroups, run: Run) -> Cutting:
+    """The cutter's state as the newest snapshot and the batches after it tell it. Raises LogBroken when they disagree."""
+    run = msgspec.structs.replace(run, program=PROGRAM)
+    taken = newest_snapshot(log, run, STATE_VERSION)
+    if taken is None:
+        return folded(hop, batches_of(log, run, run.start))
+    state = msgspec.msgpack.decode(taken.state, type=Cutting)
+    batches = list(batches_of(log, run, taken.positions))
+    if not any(batch.index == state.index_next - 1 for batch in batches):
+        raise LogBroken(
+            f"the snapshot of the cutter was taken with batch {state.index_next - 1}, which is not on the log: "
+            "topic batches was cut off or replaced; restore it, or start another run"
+        )
+    return folded(hop, (batch for batch in batches if batch.index >= state.index_next), state)
+
+
+def folded(hop: CutGroups, batches: Iterable[BatchCut], state: Cutting | None = None) -> Cutting:
+    """The state after these batches. Raises LogBroken when one is missing."""
+    state = state or Cutting()
+    for batch in batches:
+        if batch.index != state.index_next:
+            raise LogBroken(f"batch {batch.index} follows on the log where batch {state.index_next} is due")
+        state = hop.restored(state, batch)
+    return state
+
+
+def batches_of(log: Log, run: Run, start: Sequence[Position]) -> Iterable[BatchCut]:
+    """The batches of the run that are on the log now, from these positions on."""
+    reader = log.reader(["batches"], start=start)
     try:
         while not reader.caught_up():
             for delivery in reader.poll(100, 1.0):
-                if isinstance(delivery.event, BatchCut) and delivery.event.meta.run_id == run_id:
-                    state = hop.restored(state, delivery.event)
+                if isinstance(delivery.event, BatchCut) and delivery.event.meta.run_id == run.run_id:
+                    yield delivery.event
     finally:
         reader.close()
-    return state

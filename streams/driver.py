@@ -4,11 +4,12 @@ Not covered: state lives in memory and is rebuilt by reading from the beginning;
 derived facts have derived ids and whoever reads them twice can tell.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from schemas.ids import now_microseconds
 from streams.hops.hop import Hop
 from streams.log.protocol import Log
-from streams.stage import Stage
+from streams.stage import Change, Stage
 
 _EVENTS_AT_ONCE = 2000
 
@@ -16,11 +17,20 @@ _EVENTS_AT_ONCE = 2000
 class Driver:
     """All given hops over one log, each with its own reader from the beginning."""
 
-    def __init__(self, log: Log, hops: Sequence[Hop], run_id: str, rejects_share_max: float = 0.5) -> None:
+    def __init__(
+        self,
+        log: Log,
+        hops: Sequence[Hop],
+        run_id: str,
+        rejects_share_max: float = 0.5,
+        now: Callable[[], int] = now_microseconds,
+    ) -> None:
         self._log = log
-        # nothing is ever kept, so what has changed is all there is
-        stages = [Stage(hop, run_id, lambda key: None, rejects_share_max) for hop in hops]
-        self._stages = [(stage, log.reader([stage.hop.reads])) for stage in stages]
+        self._states: list[dict[bytes, bytes]] = [{} for _ in hops]
+        self._stages = [
+            (Stage(hop, run_id, states.get, rejects_share_max, now), log.reader([hop.reads]))
+            for hop, states in zip(hops, self._states, strict=True)
+        ]
 
     def run_until_caught_up(self) -> None:
         """Returns when every hop has read all there is and nothing new came of it."""
@@ -29,6 +39,8 @@ class Driver:
             # every stage has its turn, whatever the first did
             advances = [self._advance(number) for number in range(len(self._stages))]
             self._log.flush()
+            for (stage, _), states in zip(self._stages, self._states, strict=True):
+                _keep(stage, states)
             advanced = any(advances)
 
     def close(self) -> None:
@@ -42,3 +54,17 @@ class Driver:
             for event in stage.take(delivery):
                 self._log.append(event)
         return bool(deliveries) or not reader.caught_up()
+
+
+def _keep(stage: Stage, states: dict[bytes, bytes]) -> None:
+    """What is kept can be forgotten later: memory is bounded by the horizon of the hops."""
+
+    def write(key: bytes, change: Change) -> None:
+        if (encoded := change.encoded) is None:
+            states.pop(key, None)
+        else:
+            states[key] = encoded
+
+    stage.begin_to_keep()
+    stage.keep(write)
+    stage.committed()

@@ -1,10 +1,13 @@
 """A hop at work: messages in, facts out, and the states that no commit has written yet.
 
 The Faust app, the driver and the simulator run hops through this one class. They differ in where messages come from and
-where states are stored. A commit does, in this order: `begin_to_keep`, flush the facts, `keep`, commit the offsets. So
-state is never ahead of its facts and offsets are never ahead of the state, and whoever is killed repeats and loses nothing.
+where states are stored. A commit does, in this order: `begin_to_keep`, flush the facts, `keep`, commit the offsets,
+`committed`. So state is never ahead of its facts and offsets are never ahead of the state, and whoever is killed repeats
+and loses nothing. Keys are forgotten by streams.horizon, but none whose messages may still be delivered again because
+their offsets are not committed.
 """
 
+import struct
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +18,13 @@ import structlog
 from schemas.events import Address, Event
 from schemas.ids import now_microseconds
 from streams.hops.hop import Hop, Outcome
+from streams.horizon import BLOCK_ENTRIES, RESERVED, TURNS_MAX, Entry, Order, Stored, Writes
 from streams.log.protocol import Delivery
-from streams.rules.dead_letter import RejectLimit, rejected
+from streams.rules.dead_letter import RejectLimit, given_up, rejected
 
 logger = structlog.get_logger()
 
-type Stored = Callable[[bytes], bytes | None]
-"The state of a key as it was last written."
+_OFFSET = struct.Struct(">q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,11 @@ class Change:
 
     @property
     def encoded(self) -> bytes | None:
-        return None if self.state is None else msgspec.msgpack.encode(self.state)
+        """As it is stored: the offset of the message, then the state."""
+        return None if self.state is None else _OFFSET.pack(self.address.offset) + msgspec.msgpack.encode(self.state)
+
+
+type Write = Callable[[bytes, Change], None]
 
 
 class Stage:
@@ -50,63 +57,183 @@ class Stage:
         stored: Stored,
         rejects_share_max: float = 0.5,
         now: Callable[[], int] = now_microseconds,
+        block_entries: int = BLOCK_ENTRIES,
     ) -> None:
         self.hop = hop
         self._run_id = run_id
         self._stored = stored
         self._limit = RejectLimit(hop.name, rejects_share_max)
         self._now = now
+        self._block_entries = block_entries
         self._changed: dict[bytes, Change] = {}
         "since the last commit began"
         self._being_kept: dict[bytes, Change] = {}
         "by the commit under way"
+        self._orders: dict[int, Order] = {}
+        "by partition"
+        self._order_writes: dict[int, Writes] = {}
+        "of the commit under way, by partition"
+        self._newest: dict[int, tuple[Address, Any]] = {}
+        "the newest message of each partition that changed a state, and its cause"
+        self._progress = Progress()
 
     def take(self, delivery: Delivery, cause: Any = None) -> list[Event]:
         """What follows from a message: new facts, or its reject. The state it leads to is remembered.
 
         Raises TooManyRejects."""
-        outcome = self._outcome(delivery, cause)
-        self._limit.count(outcome.refused is not None)
-        if outcome.refused is None:
-            return list(outcome.events)
-        logger.warning("rejected", hop=self.hop.name, address=str(delivery.address), reason=outcome.refused)
-        return [rejected(self._run_id, self.hop.name, delivery, outcome.refused, self._now())]
-
-    def _outcome(self, delivery: Delivery, cause: Any) -> Outcome:
         event = delivery.event
+        self._progress.take(delivery.address)
         if event is None:
-            return Outcome(refused=delivery.undecodable)
+            return self._refuse(delivery, delivery.undecodable or "")
         key = self.hop.key(event)
         if key is None or event.meta.run_id != self._run_id:
-            return Outcome()
-        if self.hop.state_class is None:
-            return self.hop.step(None, event, delivery.address)
-        before = self._state(key.encode(), self.hop.state_class)
+            self._limit.count(False)
+            return []
+        if key.startswith(RESERVED):
+            return self._refuse(delivery, "the key of an event may not begin with a NUL")
+        before = self._state(key.encode())
         outcome = self.hop.step(before, event, delivery.address)
-        if outcome.state is not before:
-            self._changed[key.encode()] = Change(outcome.state, delivery.address, cause)
-        return outcome
+        if outcome.refused is not None:
+            return self._refuse(delivery, outcome.refused)
+        self._limit.count(False)
+        return [*outcome.events, *self._remember(key.encode(), before, outcome, delivery.address, cause)]
 
-    def _state(self, key: bytes, state_class: type[msgspec.Struct]) -> msgspec.Struct | None:
+    def _refuse(self, delivery: Delivery, reason: str) -> list[Event]:
+        self._limit.count(True)
+        logger.warning("rejected", hop=self.hop.name, address=str(delivery.address), reason=reason)
+        return [rejected(self._run_id, self.hop.name, delivery, reason, self._now())]
+
+    def _state(self, key: bytes) -> Any:
+        if self.hop.state_class is None:
+            return None
         change = self._changed.get(key) or self._being_kept.get(key)
         if change is not None:
             return change.state
+        stored = self._stored_state(key)
+        return None if stored is None else msgspec.msgpack.decode(stored, type=self.hop.state_class)
+
+    def _stored_state(self, key: bytes) -> bytes | None:
         stored = self._stored(key)
-        return None if stored is None else msgspec.msgpack.decode(stored, type=state_class)
+        return None if stored is None else stored[_OFFSET.size :]
+
+    def _remember(self, key: bytes, before: Any, outcome: Outcome, address: Address, cause: Any) -> list[Event]:
+        """The new state of a key. Returns the rejects of keys that were given up because of it."""
+        if outcome.state is before:
+            return []
+        self._newest[address.partition] = (address, cause)
+        self._changed[key] = Change(outcome.state, address, cause)
+        order = self._order_of(address.partition)
+        if key in order:
+            return []
+        order.add(Entry(key, address.offset))
+        return self._forget_oldest(order, address, cause)
+
+    def _order_of(self, partition: int) -> Order:
+        if partition not in self._orders:
+            self._orders[partition] = Order(partition, self._stored_state, self._block_entries)
+        return self._orders[partition]
+
+    def _forget_oldest(self, order: Order, address: Address, cause: Any) -> list[Event]:
+        """Up to two, since one was added: after many were open at once, the order becomes shorter again."""
+        rejects: list[Event] = []
+        for _ in range(2):
+            if len(order) <= self.hop.keys_remembered:
+                break
+            oldest = order.oldest()
+            state = self._state(oldest.key)
+            is_open = state is not None and not self.hop.is_closed(state)
+            if is_open and oldest.turns < TURNS_MAX:
+                order.drop_oldest()
+                order.add(Entry(oldest.key, oldest.offset, oldest.turns + 1))
+                continue
+            if not self._progress.is_committed(address.partition, self._newest_offset(oldest.key)):
+                break
+            order.drop_oldest()
+            self._changed[oldest.key] = Change(None, address, cause)
+            if is_open:
+                rejects.append(self._give_up(oldest, address))
+        return rejects
+
+    def _newest_offset(self, key: bytes) -> int:
+        """Of the messages that led to the state of the key; -1 when it has none."""
+        change = self._changed.get(key) or self._being_kept.get(key)
+        if change is not None:
+            return change.address.offset
+        stored = self._stored(key)
+        return -1 if stored is None else int(_OFFSET.unpack_from(stored)[0])
+
+    def _give_up(self, entry: Entry, newest: Address) -> Event:
+        began_at = Address(newest.topic, newest.partition, entry.offset)
+        reason = f"given up: still open after {TURNS_MAX} times {self.hop.keys_remembered} newer keys of its partition"
+        logger.warning("given_up", hop=self.hop.name, key=entry.key.decode(), began_at=str(began_at))
+        return given_up(self._run_id, self.hop.name, entry.key, began_at, reason, self._now())
 
     def begin_to_keep(self) -> None:
         """What has changed up to here is written by the commit that begins now; what changes from here on, by the next."""
         self._being_kept |= self._changed
         self._changed = {}
+        self._progress.begin_commit()
+        changes = {partition: order.changes() for partition, order in self._orders.items()}
+        self._order_writes = {partition: writes for partition, writes in changes.items() if writes is not None}
 
-    def keep(self, write: Callable[[bytes, Change], None]) -> None:
-        """Hands every state that was to be kept to `write`."""
+    def keep(self, write: Write) -> None:
+        """Hands every state that was to be kept to `write`, in an order in which a kill between any two does no harm."""
+        for partition, writes in self._order_writes.items():
+            self._write_order(partition, writes.before, write)
         for key, change in self._being_kept.items():
             write(key, change)
-        self._being_kept = {}
+        for partition, writes in self._order_writes.items():
+            self._write_order(partition, writes.after, write)
+            self._orders[partition].stored(writes)
+        self._being_kept, self._order_writes = {}, {}
+
+    def _write_order(self, partition: int, changes: list[tuple[bytes, msgspec.Struct | None]], write: Write) -> None:
+        for key, state in changes:
+            write(key, Change(state, *self._newest[partition]))
+
+    def committed(self) -> None:
+        """The offsets that were known when the last commit began are committed."""
+        self._progress.end_commit()
 
     def forget(self, places: Container[tuple[str, int]]) -> None:
         """Another worker has these partitions now, or they are read again from the last commit."""
         for changes in (self._changed, self._being_kept):
             for key in [key for key, of in changes.items() if (of.address.topic, of.address.partition) in places]:
                 del changes[key]
+        for partition in [partition for partition in self._orders if (self.hop.reads, partition) in places]:
+            del self._orders[partition]
+            self._order_writes.pop(partition, None)
+        self._progress.forget(lambda partition: (self.hop.reads, partition) in places)
+
+
+class Progress:
+    """Up to which offset of each partition nothing is delivered again, as far as the stage can know."""
+
+    def __init__(self) -> None:
+        self._committed: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
+        self._begun: dict[int, int] = {}
+        "taken when the newest commit began"
+        self._begun_before: dict[int, int] = {}
+        "and when the one before it began, if that one succeeded"
+
+    def take(self, address: Address) -> None:
+        self._taken[address.partition] = address.offset + 1
+        # reading begins where the offsets were committed
+        self._committed.setdefault(address.partition, address.offset)
+
+    def is_committed(self, partition: int, offset: int) -> bool:
+        return offset < self._committed[partition]
+
+    def begin_commit(self) -> None:
+        self._begun = dict(self._taken)
+
+    def end_commit(self) -> None:
+        """It may not cover what was taken a moment before it began, but all that was taken before the one before."""
+        self._committed |= self._begun_before
+        self._begun_before = self._begun
+
+    def forget(self, is_forgotten: Callable[[int], bool]) -> None:
+        for offsets in (self._committed, self._taken, self._begun, self._begun_before):
+            for partition in [partition for partition in offsets if is_forgotten(partition)]:
+                del offsets[partition]

@@ -25,7 +25,6 @@ def kafka_run(kafka_addresses: Addresses) -> Run:
         run_id="tests",
         seed=0,
         job=JobSettings(),
-        bootstrap_servers=kafka_addresses.bootstrap_servers,
-        registry_url=kafka_addresses.registry_url,
+        log=kafka_addresses.log,
         blobs_url=kafka_addresses.blobs_url,
     )

@@ -1,13 +1,14 @@
-"""The first weights: a model folder made from nothing, or a given one, checked. Either is a dict of named files."""
+"""The first weights: a model folder made from nothing, or a given one, checked."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
+from safetensors.torch import load_file, save_file
 from safetensors.torch import save as save_safetensors
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -33,9 +34,14 @@ _NORM_EPSILON = 1e-6
 _ROPE_THETA = 10000.0
 
 
-def base_model(settings: ModelSettings, job: Job, seed: int) -> dict[str, bytes]:
-    """Files of version 0, by name. Raises BadInput for a folder that cannot be used."""
-    return make_model(settings, job, seed) if settings.path is None else read_model(Path(settings.path))
+def base_model(settings: ModelSettings, job: Job, seed: int, folder: Path) -> dict[str, Path]:
+    """Writes version 0 into a folder; its files by name. Raises BadInput for a given model that cannot be used."""
+    if settings.path is not None:
+        read_model(Path(settings.path), folder)
+    else:
+        for name, data in make_model(settings, job, seed).items():
+            (folder / name).write_bytes(data)
+    return {path.name: path for path in folder.iterdir()}
 
 
 def make_model(settings: ModelSettings, job: Job, seed: int) -> dict[str, bytes]:
@@ -53,18 +59,20 @@ def make_model(settings: ModelSettings, job: Job, seed: int) -> dict[str, bytes]
     }
 
 
-def read_model(folder: Path) -> dict[str, bytes]:
-    """Files of a given model: weights in one float32 file, the rest as they are. Raises BadInput."""
+def read_model(folder: Path, into: Path) -> None:
+    """Copies a given model: weights in one float32 file, the rest as they are. Raises BadInput."""
     if not folder.is_dir():
         raise BadInput(f"model folder {folder} does not exist: set [trainer.model] path to a folder with config.json")
     config = _config_of(folder)
-    _checked(folder / "tokenizer.json", lambda data: Tokenizer.from_str(data.decode()))
-    files = {name: (folder / name).read_bytes() for name in _CARRIED if (folder / name).is_file()}
-    files.setdefault("generation_config.json", _json({"eos_token_id": config.get("eos_token_id")}))
-    files.setdefault("tokenizer_config.json", _json({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    files["config.json"] = _json({**config, "dtype": "float32", "torch_dtype": "float32"})
-    files[WEIGHTS] = save_safetensors(_weights_of(folder), metadata={"format": "pt"})
-    return files
+    _checked(folder / "tokenizer.json", lambda path: Tokenizer.from_file(str(path)))
+    weights = _weights_of(folder)
+    (into / "generation_config.json").write_bytes(_json({"eos_token_id": config.get("eos_token_id")}))
+    (into / "tokenizer_config.json").write_bytes(_json({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    for name in _CARRIED:  # takes the place of what was only assumed
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, into / name)
+    (into / "config.json").write_bytes(_json({**config, "dtype": "float32", "torch_dtype": "float32"}))
+    save_file(weights, into / WEIGHTS, metadata={"format": "pt"})
 
 
 def _config(settings: ModelSettings, vocabulary_size: int, end: int | None) -> dict[str, Any]:
@@ -116,7 +124,7 @@ def _initial_weights(settings: ModelSettings, vocabulary_size: int, seed: int) -
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    config = _checked(folder / "config.json", json.loads)
+    config = _checked(folder / "config.json", lambda path: json.loads(path.read_bytes()))
     if not isinstance(config, dict) or not config.get("architectures"):
         raise BadInput(f"{folder / 'config.json'} names no architectures: is {folder} a Hugging Face model folder?")
     return config
@@ -125,7 +133,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 def _weights_of(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for path in _shards(folder):
-        weights.update(_checked(path, load_safetensors))
+        weights.update(_checked(path, load_file))
     return {name: tensor.to(torch.float32).contiguous() for name, tensor in weights.items()}
 
 
@@ -136,11 +144,11 @@ def _shards(folder: Path) -> Iterator[Path]:
     yield from paths
 
 
-def _checked(path: Path, read: Callable[[bytes], Any]) -> Any:
+def _checked(path: Path, read: Callable[[Path], Any]) -> Any:
+    if not path.is_file():
+        raise BadInput(f"model folder {path.parent} has no {path.name}: give a Hugging Face model folder")
     try:
-        return read(path.read_bytes())
-    except FileNotFoundError as error:
-        raise BadInput(f"model folder {path.parent} has no {path.name}: give a Hugging Face model folder") from error
+        return read(path)
     except SafetensorError as error:
         raise BadInput(f"{path} is not a safetensors file: {error}") from error
     except Exception as error:  # tokenizers raises bare Exception for a file it cannot read

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-LossMode = Literal["D", "B", "P", "GSPO", "CISPO", "ICEPOP"]
+LossMode = Literal["decoupled", "bypass", "probability", "gspo", "cispo", "icepop"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
@@ -56,7 +56,7 @@ class SftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The learning rule (GRPO.md). TOML section [trainer.grpo]."""
+    """The learning rule (docs/learning.md). TOML section [trainer.grpo]."""
 
     learning_rate: float = 4e-4
     "of AdamW, at the first step"
@@ -70,8 +70,8 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     "AdamW's pull towards zero"
     inner_steps: int = 2
     "optimizer steps on the whole batch"
-    mode: LossMode = "D"
-    "D decoupled, B bypass, P one step a batch, or the variants GSPO, CISPO, ICEPOP"
+    mode: LossMode = "decoupled"
+    "which ratio is clipped and how staleness is corrected: see docs/learning.md"
     clip_low: float = 0.2
     "a ratio below 1 - clip_low earns nothing more when the advantage is negative"
     clip_high: float = 0.28
@@ -81,15 +81,15 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     importance_weight_max: float = 2.0
     "truncation of the weight that corrects for stale sampling"
     icepop_low: float = 0.5
-    "ICEPOP: a token whose weight is below it teaches nothing"
+    "icepop: a token whose weight is below it teaches nothing"
     gspo_clip_low: float = 3e-4
-    "GSPO: clip_low of the ratio of a whole trajectory"
+    "gspo: clip_low of the ratio of a whole trajectory"
     gspo_clip_high: float = 4e-4
-    "GSPO: clip_high of the ratio of a whole trajectory"
+    "gspo: clip_high of the ratio of a whole trajectory"
     probability_drop: float = 0.2
-    "P: a token whose probability has moved this far in the wanted direction teaches nothing more"
+    "probability: a token whose probability has moved this far in the wanted direction teaches nothing more"
     square_weight: float = 1e-3
-    "P: weight of the squared difference of log-probabilities"
+    "probability: weight of the squared difference of log-probabilities"
     rejection_low: float | None = None
     "a trajectory whose geometric mean of importance ratios is below it is removed from the loss; null = never"
     rejection_high: float | None = None
@@ -105,7 +105,10 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         _require(self.inner_steps >= 1, "inner_steps must be at least 1")
-        _require(self.mode != "P" or self.inner_steps == 1, "mode P takes one step a batch: set inner_steps to 1")
+        _require(
+            self.mode != "probability" or self.inner_steps == 1,
+            "mode probability takes one step a batch: set inner_steps to 1",
+        )
 
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,28 +6,32 @@
 
 config says what is wanted, batch and loss say what is learned, engines compute it, publish words the facts. Nothing is kept
 beside the log and the blobs: a restart loads the newest version and goes on, and a batch that is done already is passed.
+With each version stands a snapshot that says from where on to look for the newest, so a restart does not read all of them.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
 
-from schemas.blobs import Blobs
-from schemas.errors import LogUnavailable, ReplaygroundError
-from schemas.events import BatchCut, StepKind, TrajectoryAssembled, WeightsPublished
+from schemas.blobs import Blobs, open_blobs
+from schemas.errors import Fenced, LogBroken, LogUnavailable, ReplaygroundError
+from schemas.events import BatchCut, Position, StepKind, TrajectoryAssembled, WeightsPublished
 from schemas.ids import now_microseconds
 from schemas.job import Job, load_job
 from schemas.metrics import Pulse
 from schemas.run import Run
 from streams.log.protocol import Log, Reader, Transactor
+from streams.log.takeover import fenced_or_taken_over
+from streams.log.weights import newest_weights_from, weights_snapshot
 from trainer.base_model import base_model
 from trainer.batch import counting_only
 from trainer.config import TrainerSettings
 from trainer.engines.protocol import Engine, GrpoBatch, Report
 from trainer.publish import Publisher, probe_of, probe_tokens
+from trainer.scratch import scratch_folder
 
 _POLL_SECONDS = 0.2
 _EVENTS_MAX = 2000
@@ -45,7 +49,7 @@ class _Stopped(Exception):
 
 
 def run(run: Run, settings: TrainerSettings, pulse: Pulse, stop: threading.Event) -> None:
-    """The program. Returns when stop is set. Raises Fenced, LogBroken, BadInput, BatchOutOfOrder, BlobDamaged."""
+    """The program. Returns when stop is set. Raises Fenced, TakenOver, LogBroken, BadInput, BatchOutOfOrder, BlobDamaged."""
     import torch  # torch and the clients take seconds to import: only a trainer that really starts pays for them
 
     from streams.log.connect import open_log
@@ -54,7 +58,9 @@ def run(run: Run, settings: TrainerSettings, pulse: Pulse, stop: threading.Event
     torch.set_num_threads(settings.threads)
     log = open_log(run)
     try:
-        train(run, settings, log, Blobs(run.blobs_url), TorchEngine(settings, run.seed), pulse, stop)
+        train(run, settings, log, open_blobs(run), TorchEngine(settings, run.seed), pulse, stop)
+    except Fenced as error:
+        raise fenced_or_taken_over(log, run, error) from error
     finally:
         log.close()
 
@@ -72,10 +78,10 @@ def train(
     """The program over any log and engine. When the log is not available it starts over from what is published."""
     job = load_job(run.job.module)
     while not stop.is_set():
-        publisher = Publisher(run, settings, blobs, now)
-        session = _Session(run, settings, log, publisher, engine, job, pulse, stop)
         try:
-            session.go()
+            with scratch_folder("replayground-trainer-") as folder:
+                publisher = Publisher(run, settings, blobs, now, folder)
+                _Session(run, settings, log, publisher, engine, job, pulse, stop).go()
         except _Stopped:
             return
         except LogUnavailable as error:
@@ -102,7 +108,8 @@ class _Session:
         # taking the transactional id first fences a trainer that is still running: what is newest now stays newest
         transactor = self.log.transactor(f"trainer-{self.run.run_id}")
         try:
-            batches = self.log.reader(["batches"], f"trainer-{self.run.run_id}", alone=True)
+            group = f"trainer-{self.run.run_id}"
+            batches = self.log.reader(["batches"], group, alone=True, start=self.run.start)
             try:
                 version = self._started(transactor, batches)
                 if version == 0 and self.run.job.demonstrations > 0:
@@ -119,7 +126,8 @@ class _Session:
         if newest is None:
             self.pulse.detail = "making the base model"
             with self.pulse.busy():
-                self.engine.load(base_model(self.settings.model, self.job, self.run.seed), {})
+                folder = self.publisher.new_folder()
+                self.engine.load(base_model(self.settings.model, self.job, self.run.seed, folder), {})
             return self._publish("initial", None, 0, Report(), transactor, batches)
         self.pulse.detail = f"loading version {newest.version}"
         self.engine.load(self.publisher.fetch(newest.files), self.publisher.fetch(newest.checkpoint))
@@ -139,7 +147,7 @@ class _Session:
     def _practise(self, version: int, transactor: Transactor, batches: Reader) -> None:
         first = self.run.job.first_version
         while True:
-            if version - first >= self.run.job.steps:
+            if self.run.job.steps and version - first >= self.run.job.steps:
                 self.pulse.detail = f"done: {self.run.job.steps} steps taken"
                 self._pause(_POLL_SECONDS)
                 continue
@@ -208,11 +216,11 @@ class _Session:
     ) -> int:
         """Blobs first, then everything that names them and the consumed offset in one transaction."""
         began = time.monotonic()
-        saved = self.engine.save()
+        saved = self.engine.save(self.publisher.weights_folder)
         if self.probe_tokens is None:
-            self.probe_tokens = probe_tokens(self.job, self.run.seed, saved["tokenizer.json"])
+            self.probe_tokens = probe_tokens(self.job, self.run.seed, saved["tokenizer.json"].read_bytes())
         probe = probe_of(self.engine, self.probe_tokens)
-        checkpoint = self.engine.checkpoint()
+        checkpoint = self.engine.checkpoint(self.publisher.checkpoint_folder)
         ready = time.monotonic()
         files, checkpoint_files = self.publisher.store(saved), self.publisher.store(checkpoint)
         report.seconds.update({"checkpoint": ready - began, "publish": time.monotonic() - ready})
@@ -220,15 +228,26 @@ class _Session:
         published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
         # as long as the step waits for the log it counts as lag: a log that does not take it is seen as a stall
         self.pulse.gauge("lag", 1)
-        transactor.commit([taken, published], batches)
+        transactor.commit([taken, published, weights_snapshot(self.log, self.run, published)], batches)
         self.pulse.gauge("lag", 0)
-        self.pulse.count("events_written", 2)
+        self.pulse.count("events_written", 3)
         self._tell(version)
         _logger.info("published", kind=kind, version=version, metrics=report.metrics, seconds=report.seconds)
         return version
 
     def _newest(self) -> WeightsPublished | None:
-        reader = self.log.reader(["weights"])
+        """Raises LogBroken when the version of the newest snapshot is not on the log."""
+        start, expected = newest_weights_from(self.log, self.run)
+        newest = self._newest_from(start)
+        if expected is not None and (newest is None or newest.version < expected):
+            raise LogBroken(
+                f"the snapshot of the trainer was taken with version {expected}, which is not on the log: topic weights was "
+                "cut off or replaced; restore it, or start another run"
+            )
+        return newest
+
+    def _newest_from(self, start: Sequence[Position]) -> WeightsPublished | None:
+        reader = self.log.reader(["weights"], start=start)
         newest: WeightsPublished | None = None
         try:
             while not reader.caught_up():
@@ -248,7 +267,7 @@ class _Session:
         """
         wanted = self.run.job.demonstrations
         found: dict[str, TrajectoryAssembled] = {}
-        reader = self.log.reader(["trajectories"])
+        reader = self.log.reader(["trajectories"], start=self.run.start)
         try:
             while len(found) < wanted:
                 self._check_stop()
@@ -285,7 +304,9 @@ class _Session:
 
 
 def learning_rate_share(index: int, steps: int, final_share: float) -> float:
-    """From 1 at the first batch towards the final share after the last, in a straight line."""
+    """From 1 at the first batch towards the final share after the last, in a straight line; 1 when there is no last."""
+    if steps == 0:
+        return 1.0
     return final_share + (1.0 - final_share) * (1.0 - min(index, steps) / steps)
 
 

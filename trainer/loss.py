@@ -1,4 +1,4 @@
-"""The learning rule of GRPO.md and its variants, pure: tensors in, a loss and figures out.
+"""The GRPO loss and its variants, pure: tensors in, a loss and figures out. Formulas: docs/learning.md.
 
 Per token: mask m (1 = sampled by the policy), mu = log-probability at sampling, prox = the trainer's at the start of the
 batch, theta = the trainer's now, A = advantage of its trajectory, share = what the token counts in the whole optimizer
@@ -7,41 +7,13 @@ step (1 / N for the token mean). Shares are made over the whole step, so the los
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from trainer.config import GrpoSettings, LossMode
+
 LOGRATIO_MAX = 20.0
-
-
-class LossRules(Protocol):
-    """The figures of the rule; trainer.config.GrpoSettings has them."""
-
-    @property
-    def mode(self) -> str: ...
-    @property
-    def clip_low(self) -> float: ...
-    @property
-    def clip_high(self) -> float: ...
-    @property
-    def dual_clip(self) -> float: ...
-    @property
-    def importance_weight_max(self) -> float: ...
-    @property
-    def icepop_low(self) -> float: ...
-    @property
-    def gspo_clip_low(self) -> float: ...
-    @property
-    def gspo_clip_high(self) -> float: ...
-    @property
-    def probability_drop(self) -> float: ...
-    @property
-    def square_weight(self) -> float: ...
-    @property
-    def rejection_low(self) -> float | None: ...
-    @property
-    def rejection_high(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -103,7 +75,7 @@ class LossFigures:
         return self.weight**2 / (self.tokens * self.weight_squared) if self.weight_squared else 0.0
 
 
-def policy_loss(tokens: Tokens, rules: LossRules) -> tuple[Tensor, LossFigures]:
+def policy_loss(tokens: Tokens, rules: GrpoSettings) -> tuple[Tensor, LossFigures]:
     """The part of the step's loss that these tokens make, and their figures. Tokens outside the mask have no gradient."""
     terms = MODES[rules.mode](tokens, rules)
     counted = tokens.mask & ~rejected(tokens, rules)
@@ -126,7 +98,7 @@ def token_shares(trajectory: Tensor, mask: Tensor, aggregation: str, length_cons
     raise ValueError(f"unknown aggregation {aggregation}")
 
 
-def rejected(tokens: Tokens, rules: LossRules) -> Tensor:
+def rejected(tokens: Tokens, rules: GrpoSettings) -> Tensor:
     """Tokens of trajectories whose geometric mean of prox / mu is out of bounds. Their count stays in N."""
     if rules.rejection_low is None and rules.rejection_high is None:
         return torch.zeros_like(tokens.mask)
@@ -136,21 +108,21 @@ def rejected(tokens: Tokens, rules: LossRules) -> Tensor:
     return (mean < low) | (mean > high)
 
 
-def _decoupled(tokens: Tokens, rules: LossRules) -> Terms:
+def _decoupled(tokens: Tokens, rules: GrpoSettings) -> Terms:
     weight = _truncated_weight(tokens, rules)
     ratio = _exp(tokens.theta - tokens.prox)
     loss, removed = _clipped(tokens.advantage, ratio, rules.clip_low, rules.clip_high, rules.dual_clip)
     return Terms(weight * loss, weight, removed)
 
 
-def _bypass(tokens: Tokens, rules: LossRules) -> Terms:
+def _bypass(tokens: Tokens, rules: GrpoSettings) -> Terms:
     """prox := mu. Another weight would count staleness twice."""
     ratio = _exp(tokens.theta - tokens.mu)
     loss, removed = _clipped(tokens.advantage, ratio, rules.clip_low, rules.clip_high, rules.dual_clip)
     return Terms(loss, ratio.detach(), removed)
 
 
-def _probability(tokens: Tokens, rules: LossRules) -> Terms:
+def _probability(tokens: Tokens, rules: GrpoSettings) -> Terms:
     ratio = _exp(tokens.theta - tokens.mu)
     moved = (tokens.theta.exp() - tokens.mu.exp()).detach()
     drop = rules.probability_drop
@@ -160,20 +132,20 @@ def _probability(tokens: Tokens, rules: LossRules) -> Terms:
     return Terms(gain + square, ratio.detach(), removed)
 
 
-def _gspo(tokens: Tokens, rules: LossRules) -> Terms:
+def _gspo(tokens: Tokens, rules: GrpoSettings) -> Terms:
     weight = _truncated_weight(tokens, rules)
     ratio = _exp(_trajectory_mean(tokens.theta - tokens.prox, tokens))
     loss, removed = _clipped(tokens.advantage, ratio, rules.gspo_clip_low, rules.gspo_clip_high, rules.dual_clip)
     return Terms(weight * loss, weight, removed)
 
 
-def _cispo(tokens: Tokens, rules: LossRules) -> Terms:
+def _cispo(tokens: Tokens, rules: GrpoSettings) -> Terms:
     weight = _truncated_weight(tokens, rules)
     ratio = _exp(tokens.theta - tokens.prox).clamp(max=1 + rules.clip_high).detach()
     return Terms(-weight * ratio * tokens.advantage * tokens.theta, weight, torch.zeros_like(tokens.mask))
 
 
-def _icepop(tokens: Tokens, rules: LossRules) -> Terms:
+def _icepop(tokens: Tokens, rules: GrpoSettings) -> Terms:
     rho = _exp(tokens.prox - tokens.mu).detach()
     inside = (rho >= rules.icepop_low) & (rho <= rules.importance_weight_max)
     weight = torch.where(inside, rho, 0.0)
@@ -182,13 +154,13 @@ def _icepop(tokens: Tokens, rules: LossRules) -> Terms:
     return Terms(weight * loss, weight, removed)
 
 
-MODES: dict[str, Callable[[Tokens, LossRules], Terms]] = {
-    "D": _decoupled,
-    "B": _bypass,
-    "P": _probability,
-    "GSPO": _gspo,
-    "CISPO": _cispo,
-    "ICEPOP": _icepop,
+MODES: dict[LossMode, Callable[[Tokens, GrpoSettings], Terms]] = {
+    "decoupled": _decoupled,
+    "bypass": _bypass,
+    "probability": _probability,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "icepop": _icepop,
 }
 
 
@@ -202,7 +174,7 @@ def _clipped(advantage: Tensor, ratio: Tensor, low: float, high: float, dual: fl
     return loss, (above | below | bounded).detach()
 
 
-def _truncated_weight(tokens: Tokens, rules: LossRules) -> Tensor:
+def _truncated_weight(tokens: Tokens, rules: GrpoSettings) -> Tensor:
     return _exp(tokens.prox - tokens.mu).clamp(max=rules.importance_weight_max).detach()
 
 

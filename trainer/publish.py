@@ -1,6 +1,7 @@
 """A weight version as facts: its files as blobs, the step that made it, and the probe a server has to agree with."""
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -23,24 +24,39 @@ _PROBE_TOKENS_MAX = 32
 class Publisher:
     """Stores files and words the events of one run. Remembers files that did not change, so that they cost nothing."""
 
-    def __init__(self, run: Run, settings: TrainerSettings, blobs: Blobs, now: Callable[[], int]) -> None:
+    def __init__(self, run: Run, settings: TrainerSettings, blobs: Blobs, now: Callable[[], int], folder: Path) -> None:
+        """The folder is for the files of the newest version and for those of the next one."""
         self._run = run
         self._blobs = blobs
         self._now = now
         self._code_hash = code_hash()
         self._config_hash = hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()
-        self._known: dict[str, tuple[bytes, WeightsFile]] = {}
+        self._folder = folder
+        # where an engine writes the next version: the only files that change
+        self._saved = folder / "saved"
+        self.weights_folder, self.checkpoint_folder = self._saved / "weights", self._saved / "checkpoint"
+        for made in (self.weights_folder, self.checkpoint_folder):
+            made.mkdir(parents=True)
+        self._known: dict[Path, WeightsFile] = {}
 
-    def fetch(self, files: list[WeightsFile]) -> dict[str, bytes]:
-        """Reads files of a published version. Raises BlobDamaged."""
-        fetched = {file.name: self._blobs.get(file.uri, file.sha256) for file in files}
-        for file in files:
-            self._remember(file, fetched[file.name])
+    def new_folder(self) -> Path:
+        """An empty folder whose files will not change."""
+        return Path(tempfile.mkdtemp(dir=self._folder))
+
+    def fetch(self, files: list[WeightsFile]) -> dict[str, Path]:
+        """Files of a published version. Raises BlobDamaged."""
+        folder = self.new_folder()
+        fetched: dict[str, Path] = {}
+        for number, file in enumerate(files):
+            path = folder / str(number)  # a name on the log must not lead out of the folder
+            self._blobs.get_to_file(file.uri, file.sha256, path)
+            self._known[path] = file
+            fetched[file.name] = path
         return fetched
 
-    def store(self, files: Mapping[str, bytes]) -> list[WeightsFile]:
-        """Writes files durably. A file that is the very object of last time is not even hashed."""
-        return [self._store_one(name, data) for name, data in sorted(files.items())]
+    def store(self, files: Mapping[str, Path]) -> list[WeightsFile]:
+        """Writes files durably. A file that is where it was the last time is not even hashed, unless it was saved anew."""
+        return [self._store_one(name, path) for name, path in sorted(files.items())]
 
     def step_taken(
         self, kind: StepKind, base_version: int | None, new_version: int, report: Report, batch_id: str | None = None
@@ -91,20 +107,14 @@ class Publisher:
             policy_version=new_version,
         )
 
-    def _store_one(self, name: str, data: bytes) -> WeightsFile:
-        known = self._known.get(name)
-        if known is not None and known[0] is data:
-            return known[1]
-        uri, sha256 = self._blobs.put(data)
-        file = WeightsFile(name=name, uri=uri, sha256=sha256, size_bytes=len(data))
-        self._remember(file, data)
+    def _store_one(self, name: str, path: Path) -> WeightsFile:
+        if path in self._known:
+            return self._known[path]
+        put = self._blobs.put_file(path)
+        file = WeightsFile(name=name, uri=put.uri, sha256=put.sha256, size_bytes=put.size_bytes)
+        if not path.is_relative_to(self._saved):
+            self._known[path] = file
         return file
-
-    def _remember(self, file: WeightsFile, data: bytes) -> None:
-        if not file.name.endswith(
-            ".safetensors"
-        ):  # weights differ every time, and holding them would double the memory
-            self._known[file.name] = data, file
 
 
 def probe_tokens(job: Job, seed: int, tokenizer_json: bytes) -> list[int]:

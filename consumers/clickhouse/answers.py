@@ -1,12 +1,13 @@
 """Answers of the store, kept as long as they are good enough.
 
 A query costs some milliseconds of processor however small it is, and a live view asks every second for the whole of a
-run. An answer is asked for anew only when rows of the kinds that it rests on were inserted since, and no sooner than its
-time.
+run. An answer is asked for anew only when rows that it rests on, by kind and run, were inserted since, and no sooner than
+its time.
 """
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,21 +24,29 @@ class Question:
     seconds: float = 0.0
 
 
+_KEPT_MAX = 1000
+"answers; some ten for every run that is looked at"
+
+
 class Answers:
-    """The newest answers. Safe to share between threads."""
+    """The newest answers, for each run its own. Safe to share between threads."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
-        self._kept: dict[str, tuple[float, int, Answer]] = {}
+        self.store = store
+        self._kept: OrderedDict[tuple[str, str | None], tuple[float, int, Answer]] = OrderedDict()
         self._turn = threading.Lock()
 
     def ask(self, question: Question, parameters: Mapping[str, Any]) -> Answer:
-        """The answer, perhaps of a moment ago. Parameters may change between calls: they do not make it anew."""
+        """The answer, perhaps of a moment ago. Parameters other than `run` do not make it anew."""
+        run_id: str | None = parameters.get("run")
         with self._turn:
-            inserted = self._store.inserted(question.kinds)
-            kept = self._kept.get(question.sql)
+            inserted = self.store.inserted(question.kinds, run_id)
+            kept = self._kept.get((question.sql, run_id))
             if kept and (kept[1] == inserted or time.monotonic() < kept[0] + question.seconds):
                 return kept[2]
-            answer = self._store.ask(question.sql, parameters)
-            self._kept[question.sql] = (time.monotonic(), inserted, answer)
+            answer = self.store.ask(question.sql, parameters)
+            self._kept[question.sql, run_id] = (time.monotonic(), inserted, answer)
+            self._kept.move_to_end((question.sql, run_id))
+            if len(self._kept) > _KEPT_MAX:
+                self._kept.popitem(last=False)
             return answer

@@ -1,4 +1,9 @@
-"""The tables and views of the trace store. Every statement can be run again on a store that has it already."""
+"""The tables and views of the trace store. Every statement can be run again on a store that has it already.
+
+One table for all runs of the field. It is ordered by run, so what is asked of one run reads no other. Projections are small
+tables inside each part that ClickHouse keeps and uses by itself: with them the questions asked at every start and every
+second read a few rows, however large the store is.
+"""
 
 _EVENTS = """
 CREATE TABLE IF NOT EXISTS events
@@ -41,6 +46,27 @@ ORDER BY (run_id, type, topic, partition, offset)
 SETTINGS non_replicated_deduplication_window = 10000
 """
 
+SORTING_KEY = "run_id, type, topic, partition, offset"
+"a store whose table is ordered otherwise was made by another release"
+
+# argMaxIf instead of a filter: a projection answers only questions that it was made of
+LAST_OFFSET = "maxIf(offset, type != 'undecodable')"
+LAST_ID = "argMaxIf(id, offset, type != 'undecodable')"
+
+RUN_FACTS = "groupArrayIf((offset, type, id, sender, timestamp, body), topic = 'runs')"
+
+_PROJECTIONS = (
+    # a DELETE (reconcile) must keep projections true; ClickHouse would refuse it otherwise
+    "ALTER TABLE events MODIFY SETTING lightweight_mutation_projection_mode = 'rebuild'",
+    f"""ALTER TABLE events ADD PROJECTION IF NOT EXISTS standing
+        (SELECT topic, partition, max(offset), count(), {LAST_OFFSET}, {LAST_ID} GROUP BY topic, partition)""",
+    """ALTER TABLE events ADD PROJECTION IF NOT EXISTS by_place
+        (SELECT topic, partition, offset ORDER BY topic, partition, offset)""",
+    """ALTER TABLE events ADD PROJECTION IF NOT EXISTS by_run
+        (SELECT run_id, type, count(), min(timestamp), max(timestamp), max(version) GROUP BY run_id, type)""",
+    f"ALTER TABLE events ADD PROJECTION IF NOT EXISTS run_facts (SELECT run_id, {RUN_FACTS} GROUP BY run_id)",
+)
+
 _WHERE = (
     "run_id, session_id, task_id, group_id, trajectory_id, attempt_id, seq, time, timestamp, purpose, policy_version"
 )
@@ -59,7 +85,42 @@ _TASK = """
     JSONExtract(body, 'task', 'tags', 'Map(String, String)') AS tags
 """
 
+# The same fold as streams.rules.runs: the newest start counts, and only an end of that start ends the run.
+_RUNS = """
+CREATE OR REPLACE VIEW runs AS
+SELECT run_id,
+       JSONExtractString(first, 'kind') AS kind,
+       JSONExtractString(JSONExtractString(first, 'config'), 'job', 'module') AS job,
+       JSONExtractInt(first, 'seed') AS seed,
+       JSONExtractString(newest, 'started_by') AS started_by,
+       fromUnixTimestamp64Micro(started, 'UTC') AS started_at,
+       if(ended = 0, NULL, fromUnixTimestamp64Micro(ended, 'UTC')) AS ended_at,
+       if(ended = 0, NULL, JSONExtractString(end, 'reason')) AS reason,
+       JSONExtractString(end, 'detail') AS detail,
+       JSONExtractString(newest, 'code_version') AS code_version,
+       starts,
+       JSONExtractString(first, 'config') AS config
+FROM
+(
+    SELECT run_id, any(newest_start) AS starts,
+           argMinIf(body, offset, type = 'RunStarted') AS first,
+           minIf(timestamp, type = 'RunStarted') AS started,
+           argMinIf(body, offset, number = newest_start AND type != 'RunEnded') AS newest,
+           argMinIf(body, offset, number = newest_start AND type = 'RunEnded') AS end,
+           argMinIf(timestamp, offset, number = newest_start AND type = 'RunEnded') AS ended
+    FROM
+    (
+        SELECT run_id, type, offset, timestamp, body, JSONExtractInt(body, 'start') AS number,
+               max(if(type = 'RunResumed', number, 0)) OVER (PARTITION BY run_id) AS newest_start
+        FROM events WHERE type IN ('RunStarted', 'RunResumed', 'RunEnded')
+    )
+    GROUP BY run_id
+    HAVING countIf(type = 'RunStarted') > 0
+)
+"""
+
 _VIEWS = (
+    _RUNS,
     _view("tasks", "TaskSubmitted", f"{_TASK}, JSONExtractInt(body, 'task', 'group_size') AS group_size"),
     _view(
         "turns",
@@ -103,6 +164,14 @@ _VIEWS = (
         JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
         JSONExtract(body, 'policy_version_oldest', 'Nullable(Int64)') AS policy_version_oldest, {_TASK},
         JSONExtractRaw(body, 'transcript') AS transcript, JSONExtractFloat(body, 'cost') AS cost""",
+        derived=True,
+    ),
+    _view(
+        "attempts",
+        "AttemptEnded",
+        """ended_by, JSONExtractInt(body, 'index') AS index, JSONExtractInt(body, 'group_size') AS group_size,
+        JSONExtract(body, 'reason', 'Nullable(String)') AS reason, JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
+        JSONExtract(body, 'policy_version_oldest', 'Nullable(Int64)') AS policy_version_oldest""",
         derived=True,
     ),
     _view(
@@ -169,6 +238,12 @@ _VIEWS = (
         JSONExtract(body, 'load', 'Map(String, Float64)') AS load""",
     ),
     _view(
+        "snapshots",
+        "SnapshotTaken",
+        """JSONExtractString(body, 'program') AS program, JSONExtractString(body, 'code_version') AS code_version,
+        JSONExtractInt(body, 'size_bytes') AS size_bytes, JSONExtractRaw(body, 'positions') AS positions""",
+    ),
+    _view(
         "rejects",
         "EventRejected",
         """JSONExtractString(body, 'stage') AS stage, JSONExtractString(body, 'reason') AS reason,
@@ -178,9 +253,11 @@ _VIEWS = (
     ),
 )
 
-STATEMENTS: tuple[str, ...] = (_EVENTS, *_VIEWS)
+TABLE: str = _EVENTS
+STATEMENTS: tuple[str, ...] = (*_PROJECTIONS, *_VIEWS)
+"run after TABLE"
 TABLES: tuple[str, ...] = (
-    *("events", "tasks", "turns", "calls", "observations", "tool_calls", "ends", "trajectories", "rewards", "groups"),
-    *("batches", "steps", "weights", "serving", "control", "workers", "rejects"),
+    *("events", "runs", "tasks", "turns", "calls", "observations", "tool_calls", "ends", "trajectories", "attempts"),
+    *("rewards", "groups", "batches", "steps", "weights", "serving", "control", "workers", "snapshots", "rejects"),
 )
 "what a person may ask about"

@@ -3,57 +3,111 @@
 A trajectory counts once, by the first attempt that ended other than by infra_error, as everywhere on the log.
 """
 
-COUNTS_BY_TYPE = """
-SELECT type, count() AS events FROM events WHERE run_id = {run:String} GROUP BY type ORDER BY type
-"""
+from consumers.clickhouse.migrations import LAST_ID, LAST_OFFSET
+from consumers.clickhouse.migrations import RUN_FACTS as _RUN_FACTS
+
+# --- the field as a whole; all but ROWS_AT are answered by projections
 
 # Where the store stands on every partition of the log, and how many rows it has of it, at one moment.
 STANDING = """
 SELECT topic, partition, max(offset) + 1 AS following, count() AS rows FROM events GROUP BY topic, partition
 """
 
-LAST_EVENTS = """
-SELECT topic, partition, max(offset) AS last, argMax(id, offset) AS id FROM events
-WHERE type != 'undecodable' GROUP BY topic, partition
+LAST_EVENTS = f"""
+SELECT topic, partition, {LAST_OFFSET} AS last, {LAST_ID} AS id FROM events
+GROUP BY topic, partition HAVING id != ''
 """
 
+ROWS_AT = """
+SELECT count() FROM events
+WHERE topic = {topic:String} AND partition = {partition:Int32} AND offset IN {offsets:Array(Int64)}
+"""
+
+RUN_FACTS = f"SELECT run_id, {_RUN_FACTS} AS facts FROM events GROUP BY run_id HAVING notEmpty(facts)"
+
+COUNTS_BY_RUN = """
+SELECT run_id, type, count() AS events, max(timestamp) AS newest FROM events GROUP BY run_id, type
+"""
+
+# --- several runs at once, for the list of runs
+
+STEPS_OF_RUNS = """
+SELECT run_id, uniqExact(version) AS steps, argMax(reward, version) AS reward_mean FROM
+(
+    SELECT run_id, version, JSONExtract(body, 'metrics', 'reward_mean', 'Nullable(Float64)') AS reward FROM events
+    WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'grpo'
+)
+GROUP BY run_id
+"""
+
+VERSIONS_OF_RUNS = """
+SELECT run_id, max(version) AS version FROM events
+WHERE run_id IN {runs:Array(String)} AND type = 'WeightsPublished' GROUP BY run_id
+"""
+
+# --- how one run stands
+
+COUNTS_BY_TYPE = """
+SELECT type, count() AS events, max(timestamp) AS newest FROM events WHERE run_id = {run:String} GROUP BY run_id, type
+ORDER BY type
+"""
+
+# A step that stands on the log twice is counted once.
 STEPS = """
 SELECT version, body, timestamp FROM events
-WHERE run_id = {run:String} AND type = 'StepTaken' ORDER BY version
+WHERE run_id = {run:String} AND type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'grpo'
+ORDER BY version, offset LIMIT 1 BY version
 """
 
+STEP_CURVE = """
+SELECT version, ifNull(JSONExtract(body, 'metrics', 'reward_mean', 'Nullable(Float64)'), 0) AS reward_mean,
+       ifNull(JSONExtract(body, 'metrics', 'staleness_max', 'Nullable(Float64)'), 0) AS staleness_max
+FROM events WHERE run_id = {run:String} AND type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'grpo'
+ORDER BY version, offset LIMIT 1 BY version
+"""
+
+# Evaluations and demonstrations only: training has no end that anybody waits for, and grows without bound.
 # A trajectory that was cancelled, or whose reward is excluded, counts as failed: the strict figure.
-SESSIONS = """
-SELECT session, tasks, newest_task, ended, if(ended = 0, 0, passed / ended) AS pass_at_1
+SESSIONS_OF_RUNS = """
+SELECT run_id, session, tasks, newest_task, ended, if(ended = 0, 0, passed / ended) AS pass_at_1
 FROM
 (
-    SELECT ifNull(session_id, '') AS session, count() AS tasks, max(timestamp) AS newest_task
-    FROM events WHERE run_id = {run:String} AND type = 'TaskSubmitted' GROUP BY session
+    SELECT run_id, ifNull(session_id, '') AS session, count() AS tasks, max(timestamp) AS newest_task
+    FROM events WHERE run_id IN {runs:Array(String)} AND type = 'TaskSubmitted' AND purpose IN ('eval', 'demonstrate')
+    GROUP BY run_id, session
 ) AS submitted
 LEFT JOIN
 (
-    SELECT ifNull(session_id, '') AS session, uniqExact(trajectory_id) AS ended
-    FROM events WHERE run_id = {run:String} AND type = 'TrajectoryAssembled' AND ended_by != 'infra_error' GROUP BY session
-) AS finished USING (session)
+    SELECT run_id, ifNull(session_id, '') AS session, uniqExact(trajectory_id) AS ended
+    FROM events WHERE run_id IN {runs:Array(String)} AND type = 'TrajectoryAssembled' AND ended_by != 'infra_error'
+    AND purpose IN ('eval', 'demonstrate') GROUP BY run_id, session
+) AS finished USING (run_id, session)
 LEFT JOIN
 (
-    SELECT session, sum(first_score) AS passed
+    SELECT run_id, session, sum(first_score) AS passed
     FROM
     (
-        SELECT session, trajectory_id, argMin(attempt_score, timestamp) AS first_score
+        SELECT run_id, session, trajectory_id, argMin(attempt_score, timestamp) AS first_score
         FROM
         (
-            SELECT ifNull(session_id, '') AS session, trajectory_id, attempt_id, min(events.timestamp) AS timestamp,
+            SELECT run_id, ifNull(session_id, '') AS session, trajectory_id, attempt_id, min(events.timestamp) AS timestamp,
                    avg(if(verdict = 'scored', ifNull(score, 0), 0)) AS attempt_score
             FROM events
-            WHERE run_id = {run:String} AND type = 'RewardAssigned' AND ended_by != 'infra_error'
-            GROUP BY session, trajectory_id, attempt_id
+            WHERE run_id IN {runs:Array(String)} AND type = 'RewardAssigned' AND ended_by != 'infra_error'
+            AND purpose IN ('eval', 'demonstrate')
+            GROUP BY run_id, session, trajectory_id, attempt_id
         )
-        GROUP BY session, trajectory_id
+        GROUP BY run_id, session, trajectory_id
     )
-    GROUP BY session
-) AS judged USING (session)
-ORDER BY session
+    GROUP BY run_id, session
+) AS judged USING (run_id, session)
+ORDER BY run_id, session
+"""
+
+SESSIONS = SESSIONS_OF_RUNS.replace("IN {runs:Array(String)}", "= {run:String}")
+
+RELEASED_OF_RUNS = """
+SELECT DISTINCT run_id, version FROM control WHERE run_id IN {runs:Array(String)} AND command = 'release'
 """
 
 RELEASED = """
@@ -73,16 +127,12 @@ FROM events WHERE run_id = {run:String} AND type = 'WeightsLoaded' GROUP BY serv
 """
 
 NEWEST_VERSION = """
-SELECT max(version) AS version FROM events WHERE run_id = {run:String} AND type = 'WeightsPublished'
+SELECT max(version) AS version FROM events WHERE run_id = {run:String} AND type = 'WeightsPublished' GROUP BY run_id, type
 """
 
 WORKERS = """
 SELECT sender AS worker, argMax(body, timestamp) AS body, max(timestamp) AS seen FROM events
 WHERE run_id = {run:String} AND type = 'WorkerSeen' AND timestamp >= {since:Int64} GROUP BY sender ORDER BY sender
-"""
-
-REJECTED = """
-SELECT count() AS rejected FROM events WHERE type IN ('EventRejected', 'undecodable')
 """
 
 # --- the summary at the end of a run
@@ -98,13 +148,14 @@ SELECT uniqExact(id) AS trajectories, uniqExactIf(id, ended_by = 'infra_error') 
 FROM events WHERE run_id = {run:String} AND type = 'TrajectoryAssembled'
 """
 
+# Of the table and not of the view: the view shows every id once, and would be made for all runs before one is chosen.
 GROUPS = """
-SELECT count() AS completed FROM groups WHERE run_id = {run:String}
+SELECT uniqExact(id) AS completed FROM events WHERE run_id = {run:String} AND type = 'GroupCompleted'
 """
 
 GROUPS_BY_REASON = """
-SELECT dropped_because AS reason, count() AS dropped FROM groups
-WHERE run_id = {run:String} AND dropped_because IS NOT NULL GROUP BY reason ORDER BY reason
+SELECT JSONExtract(body, 'dropped_because', 'Nullable(String)') AS reason, uniqExact(id) AS dropped FROM events
+WHERE run_id = {run:String} AND type = 'GroupCompleted' AND reason IS NOT NULL GROUP BY reason ORDER BY reason
 """
 
 BATCHES = """

@@ -1,7 +1,8 @@
 """An event and its address, as a row of the trace store. Pure: the same message always gives the same row.
 
 The envelope and a few figures that are asked for all the time are columns; all the rest is `body`, the event as JSON
-without its envelope. Bytes (token ids, log-probabilities) are base64 in it, so nothing of the log is lost.
+without its envelope. Bytes (token ids, log-probabilities) are base64 in it, so nothing of the log is lost. The one exception
+is the state in a snapshot: it is as large as a program's memory and nobody asks about it, so its row has only its size.
 """
 
 import base64
@@ -12,10 +13,12 @@ import msgspec
 
 from schemas.events import (
     Address,
+    AttemptEnded,
     ControlIssued,
     Event,
     RewardAssigned,
     RolloutEnded,
+    SnapshotTaken,
     StepTaken,
     TrajectoryAssembled,
     TurnGenerated,
@@ -39,9 +42,7 @@ def event_row(address: Address, event: Event) -> Row:
     row["partition"] = address.partition
     row["offset"] = address.offset
     row["type"] = type(event).__name__
-    body = msgspec.structs.asdict(event)
-    del body["meta"]
-    row["body"] = msgspec.Raw(_encoder.encode(body))
+    row["body"] = msgspec.Raw(_encoder.encode(_body(event)))
     _add_figures(row, event)
     return row
 
@@ -67,6 +68,15 @@ def encoded(rows: Iterable[Row]) -> bytes:
     return _encoder.encode_lines(rows)
 
 
+def _body(event: Event) -> dict[str, Any]:
+    body = msgspec.structs.asdict(event)
+    del body["meta"]
+    if isinstance(event, SnapshotTaken):
+        del body["state"]
+        body["size_bytes"] = len(event.state)
+    return body
+
+
 def _add_figures(row: Row, event: Event) -> None:
     """Columns of their own for what is summed and filtered by all the time."""
     match event:
@@ -76,7 +86,7 @@ def _add_figures(row: Row, event: Event) -> None:
             row["score"] = event.score
             row["verdict"] = event.verdict
             row["ended_by"] = event.ended_by
-        case RolloutEnded() | TrajectoryAssembled():
+        case RolloutEnded() | TrajectoryAssembled() | AttemptEnded():
             row["ended_by"] = event.ended_by
         case WeightsPublished() | WeightsLoaded() | ControlIssued():
             row["version"] = event.version

@@ -1,16 +1,23 @@
-"""The web page: the flow with counts and lag, the curves, the transcripts, the servers and a box for SQL.
+"""The web page: the runs of the field, and of the chosen one the flow with counts and lag, the curves, the transcripts, the
+servers, and a box for SQL. The address names the run (?run=ID), so that it can be shared.
 
 All assets come from the NiceGUI wheel, so it works offline. What agents, tools and tasks said is only ever set as text.
 """
 
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from nicegui import run as background
 from nicegui import ui
 
+from consumers.clickhouse.migrations import TABLES
+from consumers.dashboard.flow import FLOW, Station
+from consumers.reports import runs
+from consumers.reports.evaluations import newest_pass_at_1
 from consumers.reports.overview import Overview
+from consumers.reports.runs import UnknownRun
 from consumers.reports.transcripts import Listed, Transcript
 from schemas.errors import BadInput, ReplaygroundError
 from schemas.events import Utterance
@@ -21,57 +28,69 @@ if TYPE_CHECKING:
 _REFRESH_SECONDS = 2.0
 _LIST_ROWS = 40
 _LIST_EVERY_LOOKS = 3
+_LAGGING = 100
 _EXAMPLE_SQL = "SELECT type, count() AS events FROM events GROUP BY type ORDER BY events DESC"
-
-# stage, event that it writes, stage whose lag stands before it
-_FLOW: tuple[tuple[str, str, str | None], ...] = (
-    ("tasks", "TaskSubmitted", None),
-    ("requests", "RolloutRequested", None),
-    ("rollouts", "RolloutEnded", "rollouts"),
-    ("trajectories", "TrajectoryAssembled", "assemble"),
-    ("rewards", "RewardAssigned", "score"),
-    ("groups", "GroupCompleted", "group"),
-    ("batches", "BatchCut", "cut"),
-    ("steps", "StepTaken", "trainer"),
-    ("weights", "WeightsPublished", None),
-    ("loaded", "WeightsLoaded", None),
-)
+_COLOUR_BY_STATE = {
+    "running": "#2563eb",
+    "finished": "#059669",
+    "stopped": "#64748b",
+    "failed": "#dc2626",
+    "taken_over": "#64748b",
+    "lost": "#d97706",
+}
 
 _STYLE = """
 body{background:#f8fafc;color:#0f172a}
 .nicegui-content{max-width:1180px;margin:0 auto;padding:20px 16px 60px;gap:16px}
 .card{background:#fff;border:1px solid #e2e8f0;border-radius:12px;padding:16px 18px;width:100%}
 .soft{color:#64748b;font-size:14px}.big{font-size:26px;font-weight:600;letter-spacing:-.02em;line-height:1.2}
-.head{font-size:16px;font-weight:600;margin-bottom:6px}.stage{min-width:92px;text-align:center;padding:8px 6px;border-radius:10px;
-background:#f1f5f9}.stage b{font-variant-numeric:tabular-nums}.lagging{background:#fef3c7}
+.head{font-size:16px;font-weight:600;margin-bottom:6px}
+.stations{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:8px;width:100%}
+.station{padding:8px 10px;border-radius:10px;background:#f1f5f9;min-width:0}.lagging{background:#fef3c7}
+.station .who{color:#64748b;font-size:12px;line-height:1.35;overflow-wrap:anywhere}
+.runs{max-height:15rem;overflow-y:auto;width:100%}
+.run{display:grid;grid-template-columns:14px minmax(150px,1.6fr) minmax(120px,1.4fr) 90px 90px 70px 70px 140px;gap:14px;
+align-items:center;padding:5px 8px;border-radius:8px;color:inherit!important;text-decoration:none!important;font-size:14px}
+.run:hover{background:#f1f5f9}.run.chosen{background:#e0e7ff}.run>*{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+.run.names{color:#64748b!important;font-size:13px}.run>:last-child{padding-left:8px}
+.run .right{text-align:right;font-variant-numeric:tabular-nums}
 .say{border-left:3px solid #e2e8f0;padding:1px 0 1px 12px;margin-bottom:8px;width:100%}
 .say.assistant{border-color:#2563eb}.say.tool{border-color:#059669}.say.wrong{border-color:#dc2626}
 .say .text{white-space:pre-wrap;overflow-wrap:anywhere;font:13.5px/1.5 ui-monospace,Menlo,Consolas,monospace}
 .mark{border-radius:6px;padding:0 6px;font-size:12px}.mark.bad{background:#fee2e2;color:#991b1b}
 .mark.odd{background:#fef3c7;color:#92400e}
 .line{cursor:pointer;padding:6px 8px;border-radius:8px;width:100%;gap:8px;flex-wrap:nowrap}.line:hover{background:#f1f5f9}
-.line.chosen{background:#e0e7ff}.dot{width:9px;height:9px;border-radius:50%;flex:none;margin-top:7px}
+.line.chosen{background:#e0e7ff}.dot{width:9px;height:9px;border-radius:50%;flex:none}.line .dot{margin-top:7px}
+@media(max-width:760px){.run{grid-template-columns:14px 1fr 80px 80px}.run>:nth-child(3),.run>:nth-child(n+6){display:none}}
 """
 
 
 def add_page(app: FastAPI, traces: "Traces") -> None:
     """Puts the page at / of the application."""
 
-    def page() -> None:
-        Page(traces).build()
+    def page(run: str = "") -> None:
+        Page(traces, run or None).build()
 
     ui.page("/", title="Replayground")(page)
     ui.run_with(app, show_welcome_message=False, dark=False, favicon="🎯")
 
 
-class Page:
-    """One open page in one browser."""
+def address_of(run_id: str) -> str:
+    """The address of the page of a run."""
+    return f"/?run={quote(run_id, safe='')}"
 
-    def __init__(self, traces: "Traces") -> None:
+
+class Page:
+    """One open page in one browser. It shows one run; without a name, the one that is newest when there is one."""
+
+    def __init__(self, traces: "Traces", run_id: str | None) -> None:
         self._traces = traces
+        self._run_id = run_id
+        self._is_titled = False
         self._filters = {"purpose": "", "outcome": ""}
         self._chosen: str | None = None
         self._shown: list[Listed] | None = None
+        self._shown_runs: list[runs.Listed] | None = None
         self._looks = 0
 
     def build(self) -> None:
@@ -79,11 +98,24 @@ class Page:
         ui.add_css(_STYLE)
         with ui.row().classes("w-full items-baseline justify-between"):
             ui.label("Replayground").classes("text-2xl font-bold")
-            ui.label(f"run {self._traces.run.run_id}").classes("soft")
+            self._heading = ui.label("").classes("soft")
+        with ui.element("div").classes("card"):
+            ui.label("Runs").classes("head")
+            self._runs = ui.element("div").classes("runs")
+        self._problem = ui.label("").classes("text-red-700")
+        self._problem.set_visibility(False)
+        self._body = ui.column().classes("w-full gap-4")
+        with self._body:
+            self._build_body()
+        ui.timer(_REFRESH_SECONDS, self._refresh)
+
+    def _build_body(self) -> None:
         self._tiles = ui.row().classes("w-full gap-3")
         with ui.element("div").classes("card"):
-            ui.label("The flow").classes("head")
-            self._flow = ui.row().classes("w-full gap-2 items-stretch")
+            with ui.row().classes("w-full items-baseline justify-between"):
+                ui.label("The flow").classes("head")
+                self._flow_note = ui.label("").classes("soft")
+            self._flow = ui.element("div").classes("stations")
         with ui.element("div").classes("card"):
             ui.label("What it learns").classes("head")
             self._chart = ui.echart(_chart([], [], [])).classes("w-full h-72")
@@ -92,7 +124,6 @@ class Page:
             ui.label("Servers and programs").classes("head")
             self._servers = ui.column().classes("w-full gap-1")
         self._build_sql()
-        ui.timer(_REFRESH_SECONDS, self._refresh)
 
     def _build_transcripts(self) -> None:
         with ui.element("div").classes("card"):
@@ -120,28 +151,28 @@ class Page:
     def _build_sql(self) -> None:
         with ui.element("div").classes("card"):
             ui.label("Ask in SQL").classes("head")
-            ui.label("One SELECT over events, turns, tool_calls, trajectories, rewards, groups, steps, …").classes(
-                "soft"
-            )
+            ui.label(f"One SELECT over all runs: {', '.join(TABLES)}").classes("soft")
             box = (
                 ui.textarea(value=_EXAMPLE_SQL)
                 .props("outlined autogrow input-class=font-mono")
                 .classes("w-full")
                 .mark("sql")
             )
+            with ui.row().classes("items-center gap-4 my-2"):
+                button = ui.button("Ask").props("unelevated no-caps")
+                only = ui.switch("this run only").props("dense")
             answer = ui.column().classes("w-full gap-2")
 
             async def ask() -> None:
                 answer.clear()
                 with answer:
-                    await self._answer(box.value or "")
+                    await self._answer(box.value or "", self._run_id if only.value else None)
 
-            ui.button("Ask", on_click=ask).props("unelevated no-caps").classes("my-2")
-            answer.move(target_index=-1)
+            button.on_click(ask)
 
-    async def _answer(self, statement: str) -> None:
+    async def _answer(self, statement: str, run_id: str | None) -> None:
         try:
-            found = await background.io_bound(self._traces.sql, statement)
+            found = await background.io_bound(self._traces.sql, statement, run_id)
         except BadInput as error:
             ui.label(str(error)).classes("text-red-700")
             return
@@ -159,11 +190,25 @@ class Page:
 
     async def _refresh(self) -> None:
         try:
-            view = await background.io_bound(self._traces.overview)
+            if self._looks % _LIST_EVERY_LOOKS == 0:
+                await self._refresh_runs()
+            view = await background.io_bound(self._traces.overview, self._run_id)
+        except UnknownRun as error:
+            self._tell(
+                f"{str(error)[:1].upper()}{str(error)[1:]}."
+                if self._shown_runs
+                else "No run has started on this field yet."
+            )
+            return  # a run that has just started may not be in the store yet
+        except BadInput as error:
+            self._tell(str(error))
+            return
         except ReplaygroundError:
             return  # the store is closing or busy; the next look will tell
-        if view is None:
-            return
+        if view is None or self._body.is_deleted:
+            return  # the browser went away meanwhile
+        self._tell("")
+        self._name(view)
         self._show_tiles(view)
         self._show_flow(view)
         self._show_servers(view)
@@ -174,17 +219,70 @@ class Page:
             await self._refresh_list()
         self._looks += 1
 
+    def _tell(self, problem: str) -> None:
+        self._problem.set_text(problem)
+        self._problem.set_visibility(bool(problem))
+        self._body.set_visibility(not problem)
+
+    def _name(self, view: Overview) -> None:
+        """Title and address say which run it is, from the first look on."""
+        resumed = f" · resumed {view.starts}x" if view.starts else ""
+        self._heading.set_text(f"{view.run_id} · {view.job} · seed {view.seed} · {_day(view.started_at)}{resumed}")
+        if not self._is_titled:
+            self._is_titled = True
+            ui.page_title(f"{view.run_id} · Replayground")
+            if self._run_id is None:
+                self._run_id = view.run_id
+                self._draw_runs()
+                ui.navigate.history.replace(address_of(view.run_id))
+
+    async def _refresh_runs(self) -> None:
+        found = await background.io_bound(self._traces.runs)
+        if found is not None and found != self._shown_runs and not self._runs.is_deleted:
+            self._shown_runs = found
+            self._draw_runs()
+
+    def _draw_runs(self) -> None:
+        self._runs.clear()
+        with self._runs:
+            if not self._shown_runs:
+                ui.label("None yet.").classes("soft")
+                return
+            with ui.element("div").classes("run names"):
+                for name in ("", "run", "job", "state", "steps", "reward", "pass@1", "started"):
+                    ui.label(name).classes("right" if name in _NUMBERS else "")
+            for run in self._shown_runs:
+                self._draw_run(run)
+
+    def _draw_run(self, run: runs.Listed) -> None:
+        chosen = "chosen" if run.run_id == self._run_id else ""
+        with ui.link(target=address_of(run.run_id)).classes(f"run {chosen}"):
+            ui.element("div").classes("dot").style(f"background:{_COLOUR_BY_STATE[run.state]}")
+            ui.label(run.run_id).classes("font-semibold").tooltip(run.run_id)
+            ui.label(run.job).tooltip(f"{run.job}, seed {run.seed}, by {run.started_by}")
+            ui.label(run.state.replace("_", " "))
+            ui.label(_steps(run.steps, run.steps_target)).classes("right")
+            ui.label(_share(run.reward_mean)).classes("right")
+            ui.label(_share(run.pass_at_1)).classes("right")
+            ui.label(_day(run.started_at))
+
     def _show_tiles(self, view: Overview) -> None:
-        newest = [e for e in view.heldout_pass_at_1 if e.kind == "sampled" and e.complete]
-        tiles = (
-            ("phase", view.phase),
-            ("steps", f"{view.steps} / {view.steps_target}"),
-            ("batch reward", "–" if view.reward_mean is None else f"{view.reward_mean:.3f}"),
-            ("held-out pass@1", f"{newest[-1].pass_at_1:.3f}" if newest else "–"),
-            ("tokens a second", f"{view.tokens_per_second:,.0f}"),
-            ("rollouts running", str(view.rollouts_running)),
-            ("rejects", str(view.rejects)),
-        )
+        tiles = [
+            ("phase", view.phase.replace("_", " ")),
+            ("steps", _steps(view.steps, view.steps_target)),
+            ("batch reward", _share(view.reward_mean)),
+            ("held-out pass@1", _share(newest_pass_at_1(view.heldout_pass_at_1, "sampled"))),
+        ]
+        if view.state == "running":
+            tiles += [
+                ("tokens a second", f"{view.tokens_per_second:,.0f}"),
+                ("rollouts running", str(view.rollouts_running)),
+            ]
+        elif view.ended_at is not None:
+            tiles.append(("minutes", f"{(view.ended_at - view.started_at) / 6e7:,.1f}"))
+        tiles.append(("rejects", str(view.rejects)))
+        if view.rejects_field:
+            tiles.append(("unreadable on the field", str(view.rejects_field)))
         self._tiles.clear()
         with self._tiles:
             for name, value in tiles:
@@ -193,32 +291,50 @@ class Page:
                     ui.label(name).classes("soft")
 
     def _show_flow(self, view: Overview) -> None:
+        self._flow_note.set_text(_about_lags(view, self._traces.follows))
         self._flow.clear()
         with self._flow:
-            for name, kind, stage in _FLOW:
-                behind = view.lag.get(stage, 0) if stage else 0
-                with ui.element("div").classes(f"stage grow {'lagging' if behind > 100 else ''}"):
-                    ui.label(f"{view.events.get(kind, 0):,}").classes("font-semibold tabular-nums")
-                    ui.label(name).classes("soft")
-                    ui.label(f"lag {behind:,}" if stage else "·").classes("soft")
+            for station in FLOW:
+                self._show_station(station, view)
+
+    def _show_station(self, station: Station, view: Overview) -> None:
+        behind = view.lag.get(station.stage, 0) if station.stage else 0
+        with ui.element("div").classes(f"station {'lagging' if behind > _LAGGING else ''}"):
+            ui.label(f"{sum(view.events.get(kind, 0) for kind in station.events):,}").classes(
+                "font-semibold tabular-nums"
+            )
+            ui.label(station.topic).classes("soft")
+            if station.stage:
+                lag = f" · lag {behind:,}" if station.stage in view.lag else ""
+                ui.label(f"→ {station.stage}{lag}").classes("who")
+            else:
+                ui.label(f"read by {', '.join(station.readers) or 'traces alone'}").classes("who")
+            ui.tooltip(f"written by {', '.join(station.writers) or 'nobody'}; read by {', '.join(station.readers)}")
 
     def _show_servers(self, view: Overview) -> None:
         self._servers.clear()
         now = time.time() * 1e6
         with self._servers:
             for server in view.servers:
-                state = f"refused: {server.refusal}" if server.refusal else f"serves version {server.version}"
+                verb = "serves" if view.state == "running" else "served"
+                state = f"refused: {server.refusal}" if server.refusal else f"{verb} version {server.version}"
                 ui.label(f"{server.server} {state} (newest is {view.version_published})")
             for program in view.programs:
                 memory = program.load.get("memory_bytes", 0.0) / 2**20
                 age = max(0.0, (now - program.seen) / 1e6)
                 ui.label(f"{program.worker} · {memory:,.0f} MiB · seen {age:.0f} s ago").classes("soft")
+            if not view.programs:
+                ui.label("No program of this run has been heard of in the last minute.").classes("soft")
 
     async def _refresh_list(self) -> None:
         found = await background.io_bound(
-            self._traces.transcripts, self._filters["purpose"], self._filters["outcome"], "", _LIST_ROWS
+            self._traces.transcripts,
+            self._run_id,
+            purpose=self._filters["purpose"],
+            outcome=self._filters["outcome"],
+            rows=_LIST_ROWS,
         )
-        if found == self._shown:
+        if found == self._shown or self._list.is_deleted:
             return  # drawn again it would lose its place on the screen
         self._shown = found
         self._draw_list()
@@ -246,7 +362,7 @@ class Page:
                 ui.label(f"{line.ended_by} · {line.trajectory_id[:8]}").classes("soft")
 
     async def _show(self, trajectory_id: str) -> None:
-        told = await background.io_bound(self._traces.transcript, trajectory_id)
+        told = await background.io_bound(self._traces.transcript, self._run_id, trajectory_id)
         self._viewer.clear()
         with self._viewer:
             if told is None:
@@ -304,6 +420,29 @@ def _curve(name: str, points: list[dict[str, float]], colour: str, mark_size: in
         "lineStyle": {"color": colour, "width": 2.4 if mark_size else 1.2},
         "itemStyle": {"color": colour},
     }
+
+
+_NUMBERS = ("steps", "reward", "pass@1")
+
+
+def _steps(steps: int, target: int) -> str:
+    return f"{steps} / {target}" if target else f"{steps} / ∞"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _day(microseconds: int) -> str:
+    return time.strftime("%d %b %H:%M UTC", time.gmtime(microseconds / 1e6)) if microseconds else "–"
+
+
+def _about_lags(view: Overview, follows: bool) -> str:
+    if not follows:
+        return "no lags: the field is down, this is what the store has"
+    if view.state not in ("running", "lost"):
+        return f"no lags: the run is over ({view.detail or view.state})"
+    return "lag = messages of all runs that a stage has yet to read" if view.lag else "lags are not known yet"
 
 
 def _cell(cell: Any) -> str:

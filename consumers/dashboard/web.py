@@ -1,9 +1,14 @@
-"""What the traces program serves on loopback: the interface under /api, and the page.
+"""What the traces program serves, on loopback unless [traces] bind says otherwise: the interface under /api, and the page.
 
-POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds"}; 400 with one sentence otherwise
+Everything takes ?run=ID; without it, it is about the newest run. An unknown run is a 404 with one sentence.
+
+GET  /api/runs           all runs of the field, newest first (consumers.reports.runs.Listed)
+POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds"}; 400 with one sentence otherwise. Without a
+                         run it is asked of all runs; with one, its tables hold nothing else
 GET  /api/overview       how the run stands (consumers.reports.overview.Overview)
 POST /api/finish         waits until the store has everything, then {"summary": …, "report": html}
-POST /api/reconcile      {"repair": bool} → the store against the log, by partition (consumers.reconcile)
+POST /api/reconcile      {"repair": bool} → the store against the log, by partition (consumers.reconcile); without a run, of
+                         the whole field
 GET  /api/report         the report as it would be now
 GET  /api/transcripts    ?purpose=&outcome=&session=&rows=
 GET  /api/transcripts/…  one of them
@@ -13,7 +18,9 @@ import asyncio
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -28,20 +35,23 @@ from consumers.clickhouse.guard import checked
 from consumers.clickhouse.store import Store, StoreFailed
 from consumers.config import TracesSettings
 from consumers.lag_watch import LagWatch
-from consumers.reconcile import Compared, reconcile
+from consumers.reconcile import WHOLE_FIELD, Compared, Scope, reconcile
+from consumers.reports import runs
 from consumers.reports.overview import Overview, overview
 from consumers.reports.report import report
+from consumers.reports.runs import Runs, UnknownRun
 from consumers.reports.summary import summary
 from consumers.reports.transcripts import Listed, Transcript, listed, transcript
 from schemas.errors import BadInput
 from schemas.ids import now_microseconds
-from schemas.run import Run
 from streams.log.protocol import Log
+from streams.rules.runs import RunState
 
-HOST = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _FRESH_SECONDS = 1.0
 _CATCH_UP_SECONDS_MAX = 120.0
 _TRANSCRIPTS_MAX = 500
+_SEEN_MAX = 100
 
 _log = structlog.get_logger(__name__)
 
@@ -61,39 +71,69 @@ class SqlAnswer(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the rows come from, for a program that follows the log."""
+
+    log: Log
+    lag: LagWatch
+    writer: Writer
+
+
 class Traces:
-    """What the page and the interface ask. Every call may block for the time of its queries; safe between threads."""
+    """What the page and the interface ask; `run_id` None is the newest run. Every call may block for the time of its
+    queries, and raises UnknownRun (404) and BadInput (400) with one sentence. Safe between threads."""
 
-    def __init__(
-        self, store: Store, log: Log, run: Run, settings: TracesSettings, lag: LagWatch, writer: Writer
-    ) -> None:
-        self.run = run
+    def __init__(self, store: Store, settings: TracesSettings, source: Source | None) -> None:
         self._store = store
-        self._log = log
         self._settings = settings
-        self._lag = lag
-        self._writer = writer
+        self._source = source
         self._answers = Answers(store)
+        self._runs = Runs(self._answers)
         self._turn = threading.Lock()
-        self._seen: tuple[float, Overview] | None = None
+        self._seen: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
 
-    def overview(self) -> Overview:
+    @property
+    def follows(self) -> bool:
+        """Whether the log is read; False when only the store is served."""
+        return self._source is not None
+
+    def find(self, run_id: str | None) -> RunState:
+        with self._turn:
+            return self._runs.find(run_id)
+
+    def runs(self) -> list[runs.Listed]:
+        with self._turn:
+            return self._runs.listed(now_microseconds())
+
+    def overview(self, run_id: str | None = None) -> Overview:
         """How the run stands, at most a second old: however many ask, the store is asked once."""
         with self._turn:
-            if self._seen is None or time.monotonic() > self._seen[0] + _FRESH_SECONDS:
-                view = overview(self._answers, self.run, self._lag.lags(), now_microseconds())
-                self._seen = (time.monotonic(), view)
-            return self._seen[1]
+            run = self._runs.find(run_id)
+            seen = self._seen.get(run.run_id)
+            if seen is None or time.monotonic() > seen[0] + _FRESH_SECONDS:
+                seen = (time.monotonic(), overview(self._answers, run, self._lags(run), now_microseconds()))
+                self._seen[run.run_id] = seen
+                self._seen.move_to_end(run.run_id)
+                if len(self._seen) > _SEEN_MAX:
+                    self._seen.popitem(last=False)
+            return seen[1]
 
-    def sql(self, statement: str) -> SqlAnswer:
-        """Answers a statement of a person. Raises BadInput with one sentence."""
+    def _lags(self, run: RunState) -> dict[str, int]:
+        """A run that is over has none: its groups stand still while the topics grow with other runs."""
+        return self._source.lag.lags(run.run_id) if self._source is not None and run.is_active else {}
+
+    def sql(self, statement: str, run_id: str | None = None) -> SqlAnswer:
+        """Answers a statement of a person, about all runs or one."""
         safe = checked(statement)
-        limits = {
+        limits: dict[str, Any] = {
             "limit": self._settings.sql_rows_max + 1,
             "max_execution_time": max(1, round(self._settings.sql_seconds_max)),
             "max_memory_usage": self._settings.sql_memory_bytes_max,
             "readonly": 1,
         }
+        if run_id:
+            limits["additional_table_filters"] = _only(self.find(run_id).run_id)
         began = time.monotonic()
         try:
             answer = self._store.ask_guarded(safe, limits)
@@ -104,100 +144,128 @@ class Traces:
         seconds = round(time.monotonic() - began, 3)
         return SqlAnswer(columns=list(answer.columns), rows=rows, truncated=truncated, seconds=seconds)
 
-    def transcripts(self, purpose: str, outcome: str, session: str, rows: int) -> list[Listed]:
+    def transcripts(
+        self, run_id: str | None, *, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
+    ) -> list[Listed]:
         rows = max(1, min(rows, _TRANSCRIPTS_MAX))
-        return listed(self._store, self.run.run_id, purpose=purpose, outcome=outcome, session=session, rows=rows)
+        found = self.find(run_id).run_id
+        return listed(self._store, found, purpose=purpose, outcome=outcome, session=session, rows=rows)
 
-    def transcript(self, trajectory_id: str) -> Transcript | None:
-        return transcript(self._store, self.run.run_id, trajectory_id)
+    def transcript(self, run_id: str | None, trajectory_id: str) -> Transcript | None:
+        return transcript(self._store, self.find(run_id).run_id, trajectory_id)
 
-    def report(self) -> str:
+    def report(self, run_id: str | None = None) -> str:
         """The report as it would be now."""
-        return str(self.finish(await_log=False)["report"])
+        return str(self._told(self.find(run_id))["report"])
 
-    def finish(self, await_log: bool = True) -> dict[str, Any]:
-        """Summary and report. Raises BadInput when the store does not catch up with the log."""
-        if await_log:
-            self._await_written()
+    def finish(self, run_id: str | None = None) -> dict[str, Any]:
+        """Summary and report, when everything that is on the log now is in the store."""
+        self._await_written(self._followed())
+        return self._told(self.find(run_id))
+
+    def reconcile(self, repair: bool, run_id: str | None = None) -> list[Compared]:
+        """The store against the log, of the whole field or of one run."""
+        source = self._followed()
+        scope = WHOLE_FIELD
+        if run_id:
+            run = self.find(run_id)
+            scope = Scope(run_id=run.run_id, start=run.positions)
+        return reconcile(source.log, self._store, lambda: self._await_written(source), repair, scope)
+
+    def _told(self, run: RunState) -> dict[str, Any]:
         now = now_microseconds()
-        figures = summary(self._store, self._log, self.run, now)
-        return {"summary": figures, "report": report(self._store, self.run, figures, now)}
+        figures = summary(self._store, self._source.log if self._source else None, run, now)
+        return {"summary": figures, "report": report(self._store, run, figures, now)}
 
-    def reconcile(self, repair: bool) -> list[Compared]:
-        """The store against the log. Raises BadInput when the store does not catch up."""
-        return reconcile(self._log, self._store, self._await_written, repair)
+    def _followed(self) -> Source:
+        if self._source is None:
+            raise BadInput("this needs the log, which is not followed now: start the field with `replayground up`")
+        return self._source
 
-    def _await_written(self) -> None:
-        if not self._writer.await_caught_up(_CATCH_UP_SECONDS_MAX):
+    def _await_written(self, source: Source) -> None:
+        if not source.writer.await_caught_up(_CATCH_UP_SECONDS_MAX):
             raise BadInput(
                 f"the trace store is behind the log after {_CATCH_UP_SECONDS_MAX:.0f} s: see the traces program"
             )
 
 
-def interface(traces: Traces) -> FastAPI:
+def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
     """The application with everything under /api."""
     app = FastAPI(title="Replayground traces", docs_url=None, redoc_url=None, openapi_url=None)
-    # a page elsewhere must not reach us through a name that it makes point to this machine
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
+    if bind == _LOOPBACK:
+        # a page elsewhere must not reach us through a name that it makes point to this machine
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[_LOOPBACK, "localhost"])
+
+    @app.get("/api/runs")
+    async def all_runs() -> Response:
+        return await _answered(traces.runs)
 
     @app.post("/api/sql")
-    async def sql(request: Request) -> Response:
+    async def sql(request: Request, run: str | None = None) -> Response:
         try:
             statement = msgspec.json.decode(await request.body(), type=dict[str, str])["sql"]
         except (msgspec.DecodeError, KeyError):
             return _json({"error": 'send {"sql": "SELECT …"}'}, 400)
-        return await _answered(lambda: traces.sql(statement))
+        return await _answered(lambda: traces.sql(statement, run))
 
     @app.get("/api/overview")
-    async def view() -> Response:
-        return await _answered(traces.overview)
+    async def view(run: str | None = None) -> Response:
+        return await _answered(lambda: traces.overview(run))
 
     @app.post("/api/finish")
-    async def finish() -> Response:
-        return await _answered(traces.finish)
+    async def finish(run: str | None = None) -> Response:
+        return await _answered(lambda: traces.finish(run))
 
     @app.post("/api/reconcile")
-    async def compare(request: Request) -> Response:
+    async def compare(request: Request, run: str | None = None) -> Response:
         try:
             repair = msgspec.json.decode(await request.body(), type=dict[str, bool])["repair"]
         except (msgspec.DecodeError, KeyError):
             return _json({"error": 'send {"repair": false}'}, 400)
-        return await _answered(lambda: traces.reconcile(repair))
+        return await _answered(lambda: traces.reconcile(repair, run))
 
     @app.get("/api/report")
-    async def now() -> Response:
-        return HTMLResponse(await asyncio.to_thread(traces.report))
+    async def now(run: str | None = None) -> Response:
+        return await _answered(lambda: traces.report(run), HTMLResponse)
 
     @app.get("/api/transcripts")
-    async def listing(purpose: str = "", outcome: str = "", session: str = "", rows: int = 50) -> Response:
-        return await _answered(lambda: traces.transcripts(purpose, outcome, session, rows))
+    async def listing(
+        run: str | None = None, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
+    ) -> Response:
+        return await _answered(
+            lambda: traces.transcripts(run, purpose=purpose, outcome=outcome, session=session, rows=rows)
+        )
 
     @app.get("/api/transcripts/{trajectory_id}")
-    async def one(trajectory_id: str) -> Response:
-        found = await asyncio.to_thread(traces.transcript, trajectory_id)
-        return _json(found, 200) if found is not None else _json({"error": "there is no such trajectory"}, 404)
+    async def one(trajectory_id: str, run: str | None = None) -> Response:
+        return await _answered(lambda: _one(traces, run, trajectory_id))
 
     return app
+
+
+def _one(traces: Traces, run_id: str | None, trajectory_id: str) -> Transcript:
+    found = traces.transcript(run_id, trajectory_id)
+    if found is None:
+        raise UnknownRun(f"there is no trajectory {trajectory_id} in run {traces.find(run_id).run_id}")
+    return found
 
 
 class WebServer:
     """Interface and page in a thread."""
 
-    def __init__(
-        self, store: Store, log: Log, run: Run, settings: TracesSettings, lag: LagWatch, writer: Writer
-    ) -> None:
+    def __init__(self, store: Store, settings: TracesSettings, source: Source | None) -> None:
         """Raises BadInput when the port is taken, before anything is opened."""
-        _must_be_free(settings.port)
+        _must_be_free(settings.bind, settings.port)
         from consumers.dashboard.page import add_page  # NiceGUI takes seconds to import
 
-        traces = Traces(store, log, run, settings, lag, writer)
-        app = interface(traces)
+        traces = Traces(store, settings, source)
+        app = interface(traces, settings.bind)
         add_page(app, traces)
         config = uvicorn.Config(
-            app, host=HOST, port=settings.port, log_config=None, access_log=False, timeout_graceful_shutdown=2
+            app, host=settings.bind, port=settings.port, log_config=None, access_log=False, timeout_graceful_shutdown=2
         )
         self._server = uvicorn.Server(config)
-        self._port = settings.port
+        self._bind, self._port = settings.bind, settings.port
         self._thread = threading.Thread(target=self._server.run, name="web", daemon=True)
 
     def start(self) -> None:
@@ -207,7 +275,7 @@ class WebServer:
             if not self._thread.is_alive():
                 raise BadInput(f"the web page could not be opened on port {self._port}: see the log above")
             time.sleep(0.02)
-        _log.info("page", address=f"http://{HOST}:{self._port}")
+        _log.info("page", address=f"http://{self._bind}:{self._port}")
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -215,25 +283,41 @@ class WebServer:
             self._thread.join(timeout=10.0)
 
 
-def _must_be_free(port: int) -> None:
+def _must_be_free(bind: str, port: int) -> None:
     """uvicorn would end the process on a busy port; this says what is wrong instead."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind((HOST, port))
+            trial.bind((bind, port))
         except OSError as error:
-            raise BadInput(f"port {port} is in use: set [traces] port to a free one, or end what uses it") from error
+            raise BadInput(
+                f"port {port} is in use, or {bind} no address of this machine ({error.strerror}): set [traces] port and bind"
+            ) from error
 
 
-async def _answered(question: Callable[[], Any]) -> Response:
+async def _answered(question: Callable[[], Any], shown: Callable[[Any], Response] | None = None) -> Response:
     try:
-        return _json(await asyncio.to_thread(question), 200)
+        answer = await asyncio.to_thread(question)
+        return _json(answer, 200) if shown is None else shown(answer)
+    except UnknownRun as error:
+        return _json({"error": str(error)}, 404)
     except BadInput as error:
         return _json({"error": str(error)}, 400)
 
 
 def _json(content: Any, status: int) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _only(run_id: str) -> str:
+    """A setting of ClickHouse that hides every row of other runs from the statement and from the views it reads."""
+    condition = f"run_id = {_quoted(run_id)}"
+    return f"{{'events': {_quoted(condition)}}}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def _plain(cell: Any) -> Any:

@@ -3,7 +3,7 @@
 `overview` is what the live view, the web page and the summary share, so that they never disagree.
 """
 
-import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -11,27 +11,28 @@ from msgspec import Struct
 
 from consumers.clickhouse import queries
 from consumers.clickhouse.answers import Answers, Question
-from consumers.clickhouse.rows import UNDECODABLE
+from consumers.reports.evaluations import Evaluation, complete_ones, evaluations_of
+from consumers.reports.runs import State, job_of, state_of
 from schemas.events import EVENTS
-from schemas.run import Run
+from schemas.run import FIELD, JobSettings
+from streams.rules.runs import RunState
 
-_EVALUATION = re.compile(r"eval-v(\d+)-(sampled|greedy)")
-_SETTLED_MICROSECONDS = 5_000_000
-"an evaluation whose tasks are all ended may still be being submitted; after so long without a new task it is not"
 _RATE_SECONDS = 20
 _HEARTBEAT_MICROSECONDS = 60_000_000
+_CURVE_POINTS_MAX = 500
 
+_KINDS = tuple(kind.__name__ for kind in EVENTS)
 _STEPS = Question(queries.STEPS, ("StepTaken",))
+_STEP_CURVE = Question(queries.STEP_CURVE, ("StepTaken",))
 _RELEASED = Question(queries.RELEASED, ("ControlIssued",))
 _SERVED = Question(queries.SERVED, ("WeightsLoaded",))
 _NEWEST_VERSION = Question(queries.NEWEST_VERSION, ("WeightsPublished",))
-_COUNTS = Question(queries.COUNTS_BY_TYPE, tuple(kind.__name__ for kind in EVENTS), seconds=3.0)
-_REJECTED = Question(queries.REJECTED, ("EventRejected", UNDECODABLE))
+_COUNTS = Question(queries.COUNTS_BY_TYPE, _KINDS, seconds=3.0)
 _SESSIONS = Question(queries.SESSIONS, ("TaskSubmitted", "TrajectoryAssembled", "RewardAssigned"), seconds=3.0)
 _TOKENS = Question(queries.TOKENS_SINCE, ("TurnGenerated", "WorkerSeen"), seconds=3.0)
 _WORKERS = Question(queries.WORKERS, ("WorkerSeen",), seconds=3.0)
 
-Phase = Literal["starting", "demonstrations", "cold start", "evaluating", "training", "finished"]
+Phase = State | Literal["starting", "demonstrations", "cold start", "evaluating", "training"]
 
 
 class Step(Struct, frozen=True, kw_only=True):
@@ -42,18 +43,6 @@ class Step(Struct, frozen=True, kw_only=True):
     timestamp: int
     metrics: dict[str, float]
     seconds: dict[str, float]
-
-
-class Evaluation(Struct, frozen=True, kw_only=True):
-    """One evaluation of one version."""
-
-    version: int
-    session: str
-    kind: str
-    pass_at_1: float
-    tasks: int
-    ended: int
-    complete: bool
 
 
 class Program(Struct, frozen=True, kw_only=True):
@@ -74,12 +63,25 @@ class Served(Struct, frozen=True, kw_only=True):
 
 
 class Overview(Struct, frozen=True, kw_only=True):
-    """How the run stands."""
+    """How a run stands. Times are microseconds since the epoch."""
 
     run_id: str
+    job: str
+    kind: str
+    seed: int
+    state: State
+    detail: str
+    "why it ended, in one sentence; empty while it has not"
+    started_at: int
+    ended_at: int | None
+    started_by: str
+    code_version: str
+    starts: int
+    "how often it was resumed"
     phase: Phase
     steps: int
     steps_target: int
+    "0 = until stopped"
     reward_mean: float | None
     tokens_per_second: float
     rollouts_running: int
@@ -87,46 +89,71 @@ class Overview(Struct, frozen=True, kw_only=True):
     version_by_server: dict[str, int | None]
     servers: list[Served]
     rejects: int
+    "messages that a stage of this run refused"
+    rejects_field: int
+    "messages on the field that belong to no run and could not be read"
     demonstrations: int
     demonstrations_target: int
     sft_progress: float
     finished: bool
+    "the job is done: the last step is taken and judged, or the log says so; a job without a last step ends on the log alone"
     heldout_pass_at_1: list[Evaluation]
     curves: dict[str, list[dict[str, float]]]
     events: dict[str, int]
     lag: dict[str, int]
+    "by stage; empty when it is not known, or the run is over"
     programs: list[Program]
 
 
-def overview(answers: Answers, run: Run, lag: dict[str, int], now: int) -> Overview:
-    """Asks the store. `now` is in microseconds; `lag` is told by whoever can ask the log."""
+class _Sessions(Struct, frozen=True):
+    evaluations: list[Evaluation]
+    demonstrated: int
+
+
+def overview(answers: Answers, run: RunState, lag: dict[str, int], now: int) -> Overview:
+    """Asks the store. `now` is in microseconds; `lag` is told by whoever can ask the log. Raises BadInput when the config of
+    the run cannot be read."""
     asked = {"run": run.run_id}
-    steps = grpo_steps(answers, run.run_id)
-    evaluations, demonstrated = _sessions(answers, run, now)
+    job = job_of(run)
+    steps = answers.ask(_STEP_CURVE, asked).dicts()
+    sessions = _sessions(answers, run.run_id, now)
     programs = _programs(answers, run.run_id, now)
     servers = [Served(**row) for row in answers.ask(_SERVED, asked).dicts()]
-    events: dict[str, int] = dict(answers.ask(_COUNTS, asked).rows)
+    counts = answers.ask(_COUNTS, asked).dicts()
+    events = {row["type"]: row["events"] for row in counts}
+    newest_heartbeat = next((row["newest"] for row in counts if row["type"] == "WorkerSeen"), 0)
+    state = state_of(run, max([newest_heartbeat, *(program.seen for program in programs)]), now)
     tokens = _single(answers, _TOKENS, asked | {"since": now - _RATE_SECONDS * 1_000_000})
-    finished = _finished(run, len(steps), evaluations)
-    sft_progress = _gauge(programs, "trainer", "progress")
+    finished = run.is_finished or _is_done(job, len(steps), sessions.evaluations)
     return Overview(
         run_id=run.run_id,
-        phase=_phase(run, finished, steps, evaluations, demonstrated, events),
+        job=run.job,
+        kind=run.kind,
+        seed=run.seed,
+        state=state,
+        detail=run.detail,
+        started_at=run.started_at,
+        ended_at=run.ended_at,
+        started_by=run.started_by,
+        code_version=run.code_version,
+        starts=run.starts,
+        phase=state if run.reason is not None else _phase(job, state, finished, bool(steps), sessions, events),
         steps=len(steps),
-        steps_target=run.job.steps,
-        reward_mean=steps[-1].metrics.get("reward_mean") if steps else None,
+        steps_target=job.steps,
+        reward_mean=steps[-1]["reward_mean"] if steps else None,
         tokens_per_second=float(tokens or 0) / _RATE_SECONDS,
         rollouts_running=int(_gauge(programs, "rollouts", "running")),
         version_published=_single(answers, _NEWEST_VERSION, asked),
         version_by_server={server.server: server.version for server in servers},
         servers=servers,
-        rejects=int(_single(answers, _REJECTED, asked) or 0),
-        demonstrations=demonstrated,
-        demonstrations_target=run.job.demonstrations,
-        sft_progress=1.0 if steps or any(e.version >= run.job.first_version for e in evaluations) else sft_progress,
+        rejects=events.get("EventRejected", 0),
+        rejects_field=_rejects_of_field(answers),
+        demonstrations=sessions.demonstrated,
+        demonstrations_target=job.demonstrations,
+        sft_progress=_sft_progress(job, bool(steps), sessions.evaluations, programs),
         finished=finished,
-        heldout_pass_at_1=evaluations,
-        curves=_curves(steps, evaluations),
+        heldout_pass_at_1=sessions.evaluations,
+        curves=_curves(steps, sessions.evaluations),
         events=events,
         lag=lag,
         programs=programs,
@@ -134,50 +161,28 @@ def overview(answers: Answers, run: Run, lag: dict[str, int], now: int) -> Overv
 
 
 def grpo_steps(answers: Answers, run_id: str) -> list[Step]:
-    """The optimizer steps of GRPO, in order. A step that stands on the log twice is counted once."""
-    by_version: dict[int, dict[str, Any]] = {}
-    for row in answers.ask(_STEPS, {"run": run_id}).dicts():
-        body = msgspec.json.decode(row["body"])
-        if body["kind"] == "grpo":
-            by_version.setdefault(row["version"], body | {"timestamp": row["timestamp"]})
-    return [
-        Step(
-            step=number,
-            version=version,
-            timestamp=body["timestamp"],
-            metrics={name: value for name, value in body["metrics"].items() if value is not None},
-            seconds={name: value for name, value in body["seconds"].items() if value is not None},
-        )
-        for number, (version, body) in enumerate(sorted(by_version.items()), start=1)
-    ]
+    """The optimizer steps of GRPO, in order, with everything that was measured."""
+    rows = answers.ask(_STEPS, {"run": run_id}).dicts()
+    return [_step(number, row) for number, row in enumerate(rows, start=1)]
 
 
-def _sessions(answers: Answers, run: Run, now: int) -> tuple[list[Evaluation], int]:
-    """The evaluations in the order of versions, and how many demonstrations have ended."""
-    asked = {"run": run.run_id}
+def _step(number: int, row: dict[str, Any]) -> Step:
+    body = msgspec.json.decode(row["body"])
+    return Step(
+        step=number,
+        version=row["version"],
+        timestamp=row["timestamp"],
+        metrics=_numbers(body["metrics"]),
+        seconds=_numbers(body["seconds"]),
+    )
+
+
+def _sessions(answers: Answers, run_id: str, now: int) -> _Sessions:
+    asked = {"run": run_id}
     released = {version for (version,) in answers.ask(_RELEASED, asked).rows}
-    evaluations: list[Evaluation] = []
-    demonstrated = 0
-    for row in answers.ask(_SESSIONS, asked).dicts():
-        match = _EVALUATION.fullmatch(row["session"])
-        if row["session"] == "demonstrations":
-            demonstrated = row["ended"]
-        if match is None:
-            continue
-        version = int(match[1])
-        settled = version in released or row["newest_task"] < now - _SETTLED_MICROSECONDS
-        evaluations.append(
-            Evaluation(
-                version=version,
-                session=row["session"],
-                kind=match[2],
-                pass_at_1=row["pass_at_1"],
-                tasks=row["tasks"],
-                ended=row["ended"],
-                complete=settled and row["ended"] >= row["tasks"],
-            )
-        )
-    return sorted(evaluations, key=lambda evaluation: (evaluation.version, evaluation.kind)), demonstrated
+    rows = answers.ask(_SESSIONS, asked).dicts()
+    demonstrated = next((row["ended"] for row in rows if row["session"] == "demonstrations"), 0)
+    return _Sessions(evaluations_of(rows, released, now), demonstrated)
 
 
 def _programs(answers: Answers, run_id: str, now: int) -> list[Program]:
@@ -189,50 +194,70 @@ def _programs(answers: Answers, run_id: str, now: int) -> list[Program]:
     ]
 
 
+def _rejects_of_field(answers: Answers) -> int:
+    counts = answers.ask(_COUNTS, {"run": FIELD}).dicts()
+    return next((row["events"] for row in counts if row["type"] == "EventRejected"), 0)
+
+
 def _numbers(load: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in load.items() if value is not None}
 
 
-def _gauge(programs: list[Program], role: str, figure: str) -> float:
+def _gauge(programs: Sequence[Program], role: str, figure: str) -> float:
     return sum(program.load.get(figure, 0.0) for program in programs if program.role == role)
 
 
-def _finished(run: Run, steps: int, evaluations: list[Evaluation]) -> bool:
+def _is_done(job: JobSettings, steps: int, evaluations: Sequence[Evaluation]) -> bool:
     """After the last step, when both evaluations of the last version are complete."""
-    last = run.job.first_version + run.job.steps
+    if job.steps == 0:
+        return False
+    last = job.first_version + job.steps
     complete = {evaluation.kind for evaluation in evaluations if evaluation.version == last and evaluation.complete}
-    return steps >= run.job.steps and complete == {"sampled", "greedy"}
+    return steps >= job.steps and complete == {"sampled", "greedy"}
 
 
 def _phase(
-    run: Run,
-    finished: bool,
-    steps: list[Step],
-    evaluations: list[Evaluation],
-    demonstrated: int,
-    events: dict[str, int],
+    job: JobSettings, state: State, finished: bool, has_steps: bool, sessions: _Sessions, events: dict[str, int]
 ) -> Phase:
     if finished:
         return "finished"
-    if evaluations and not all(evaluation.complete for evaluation in evaluations):
+    if state != "running":
+        return state
+    if not all(evaluation.complete for evaluation in sessions.evaluations):
         return "evaluating"
-    if steps or evaluations:
+    if has_steps or sessions.evaluations:
         return "training"
     if not events.get("TaskSubmitted"):
         return "starting"
-    return "demonstrations" if demonstrated < run.job.demonstrations else "cold start"
+    return "demonstrations" if sessions.demonstrated < job.demonstrations else "cold start"
 
 
-def _curves(steps: list[Step], evaluations: list[Evaluation]) -> dict[str, list[dict[str, float]]]:
+def _sft_progress(
+    job: JobSettings, has_steps: bool, evaluations: Sequence[Evaluation], programs: Sequence[Program]
+) -> float:
+    is_over = has_steps or any(evaluation.version >= job.first_version for evaluation in evaluations)
+    return 1.0 if is_over else _gauge(programs, "trainer", "progress")
+
+
+def _curves(steps: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation]) -> dict[str, list[dict[str, float]]]:
     def of_kind(kind: str) -> list[dict[str, float]]:
-        return [{"x": e.version, "y": e.pass_at_1} for e in evaluations if e.kind == kind and e.complete]
+        return [{"x": e.version, "y": e.pass_at_1} for e in complete_ones(evaluations, kind)]
 
     return {
-        "reward": [{"x": step.version, "y": step.metrics.get("reward_mean", 0.0)} for step in steps],
-        "pass_at_1": of_kind("sampled"),
-        "pass_at_1_greedy": of_kind("greedy"),
-        "staleness": [{"x": step.version, "y": step.metrics.get("staleness_max", 0.0)} for step in steps],
+        "reward": _thinned([{"x": step["version"], "y": step["reward_mean"]} for step in steps]),
+        "pass_at_1": _thinned(of_kind("sampled")),
+        "pass_at_1_greedy": _thinned(of_kind("greedy")),
+        "staleness": _thinned([{"x": step["version"], "y": step["staleness_max"]} for step in steps]),
     }
+
+
+def _thinned(points: list[dict[str, float]]) -> list[dict[str, float]]:
+    """A run without an end has more points than a screen: neighbours become their mean, at the place of the last of them."""
+    width = -(-len(points) // _CURVE_POINTS_MAX)
+    if width <= 1:
+        return points
+    stretches = [points[first : first + width] for first in range(0, len(points), width)]
+    return [{"x": s[-1]["x"], "y": sum(point["y"] for point in s) / len(s)} for s in stretches]
 
 
 def _single(answers: Answers, question: Question, asked: dict[str, Any]) -> Any:

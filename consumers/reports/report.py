@@ -11,16 +11,17 @@ from consumers.clickhouse import queries
 from consumers.clickhouse.answers import Answers
 from consumers.clickhouse.store import Store
 from consumers.reports import svg
-from consumers.reports.overview import Evaluation, Overview, Step, grpo_steps, overview
+from consumers.reports.evaluations import Evaluation
+from consumers.reports.overview import Overview, Step, grpo_steps, overview
 from consumers.reports.summary import Summary
 from consumers.reports.transcripts import Transcript, telling
-from schemas.run import Run
+from streams.rules.runs import RunState
 
 _BLUE, _GREEN, _AMBER, _GREY = "#2563eb", "#059669", "#d97706", "#94a3b8"
 _SMOOTHING_STEPS = 4
 
 
-def report(store: Store, run: Run, figures: Summary, now: int) -> str:
+def report(store: Store, run: RunState, figures: Summary, now: int) -> str:
     """The whole page."""
     answers = Answers(store)
     view = overview(answers, run, {}, now)
@@ -29,7 +30,7 @@ def report(store: Store, run: Run, figures: Summary, now: int) -> str:
     stages = _phases(store, run.run_id) + "<h3>Of the trainer's steps</h3>" + _stages(steps)
     good, failed = _examples(store, run.run_id, view.heldout_pass_at_1)
     parts = [
-        _heading(run, figures, now),
+        _heading(view, figures, now),
         _tiles(figures),
         _card("What it learned", _learning(steps, view.heldout_pass_at_1)),
         _card("Held-out evaluations", _evaluations(view.heldout_pass_at_1)),
@@ -59,13 +60,11 @@ def _examples(
     return good, failed
 
 
-def _heading(run: Run, figures: Summary, now: int) -> str:
+def _heading(view: Overview, figures: Summary, now: int) -> str:
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now / 1e6))
     minutes = figures.seconds_total / 60
-    return (
-        f"<header><h1>Replayground</h1><p>Run <b>{escape(run.run_id)}</b> · job {escape(run.job.module)} · seed {run.seed} · "
-        f"{minutes:.1f} minutes · {when}</p></header>"
-    )
+    facts = f"job {view.job} · seed {view.seed} · {view.phase.replace('_', ' ')} · {minutes:.1f} minutes · {when}"
+    return f"<header><h1>Replayground</h1><p>Run <b>{escape(view.run_id)}</b> · {escape(facts)}</p></header>"
 
 
 def _tiles(figures: Summary) -> str:

@@ -1,10 +1,11 @@
 """The figures of a run at its end. Names are fixed: summary.json is checked by others.
 
-Everything is asked of the trace store, except log_events: that is counted on the log itself, message by message, so
-that the two can be compared.
+Everything is asked of the trace store, except log_events: that is counted on the log itself, message by message from where
+the run started, so that the two can be compared and what came before the run costs nothing.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec import Struct
@@ -12,10 +13,12 @@ from msgspec import Struct
 from consumers.clickhouse import queries
 from consumers.clickhouse.answers import Answers
 from consumers.clickhouse.store import Place, Store
-from consumers.reports.overview import Evaluation, Step, grpo_steps, overview
-from schemas.run import Run
-from schemas.topics import TOPICS
+from consumers.reports.evaluations import complete_ones, newest_pass_at_1
+from consumers.reports.overview import Step, grpo_steps, overview
+from schemas.events import Position
+from schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
 from streams.log.protocol import Log
+from streams.rules.runs import RunState
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -54,11 +57,13 @@ class Summary(Struct, frozen=True, kw_only=True):
     "share of the GRPO phase in which rollouts were under way"
     trainer_busy_share: float | None
     trace_rows: int
-    log_events: int
+    "rows of all runs from where this one started, at offsets that the log still has"
+    log_events: int | None
+    "messages of all runs from where this one started, up to where the store has come; null when the log was not read"
     peak_memory_bytes_by_program: dict[str, int]
 
 
-def summary(store: Store, log: Log, run: Run, now: int) -> Summary:
+def summary(store: Store, log: Log | None, run: RunState, now: int) -> Summary:
     """Asks the store and counts the log. Whoever writes the store must not be in the middle of a batch."""
     asked = {"run": run.run_id}
     answers = Answers(store)
@@ -69,16 +74,18 @@ def summary(store: Store, log: Log, run: Run, now: int) -> Summary:
     batches = store.ask(queries.BATCHES, asked).dicts()
     sampled = store.ask(queries.SAMPLED, asked).dicts()[0]
     busy = _busy_shares(store, run.run_id, batches, steps)
-    trace_rows, log_events = counted(store, log)
+    trace_rows, log_events = counted(store, log, run.positions) if log else (sum(view.events.values()), None)
+    evaluations = view.heldout_pass_at_1
+    sampled_ones = complete_ones(evaluations, "sampled")
     return Summary(
         run_id=run.run_id,
         seed=run.seed,
         seconds_total=_seconds(times["first"], times["last"]),
         seconds_to_first_rollout=_seconds(times["first"], times["first_rollout"]) if times["first_rollout"] else None,
         steps=len(steps),
-        heldout_pass_at_1_start=_pass_at_1(view.heldout_pass_at_1, "sampled", first=True),
-        heldout_pass_at_1_end=_pass_at_1(view.heldout_pass_at_1, "sampled", first=False),
-        heldout_greedy_end=_pass_at_1(view.heldout_pass_at_1, "greedy", first=False),
+        heldout_pass_at_1_start=sampled_ones[0].pass_at_1 if sampled_ones else None,
+        heldout_pass_at_1_end=newest_pass_at_1(evaluations, "sampled"),
+        heldout_greedy_end=newest_pass_at_1(evaluations, "greedy"),
         events_by_type=view.events,
         trajectories=trajectories["trajectories"],
         trajectories_infra_error=trajectories["infra_error"],
@@ -102,40 +109,49 @@ def summary(store: Store, log: Log, run: Run, now: int) -> Summary:
     )
 
 
-def counted(store: Store, log: Log) -> tuple[int, int]:
-    """Rows in the store, and messages on the log up to where the store has come."""
-    standing = store.ask(queries.STANDING).rows
-    cut = {(topic, partition): following for topic, partition, following, _ in standing}
-    rows = {topic.name: 0 for topic in TOPICS}
-    for topic, _, _, count in standing:
-        rows[topic] += count
-    messages = log.count(list(rows))
-    # Heartbeats never end: what has grown since the store was asked is counted again, up to where the store stands.
-    grown = [topic for topic in rows if messages[topic] != rows[topic]]
-    unchanged = sum(messages[topic] for topic in rows if topic not in grown)
-    return sum(rows.values()), unchanged + count_log(log, grown, cut)
+def counted(store: Store, log: Log, start: Sequence[Position] = ()) -> tuple[int, int]:
+    """Rows in the store, and messages on the log up to where the store has come, both from `start` on."""
+    standing = {(topic, partition): following for topic, partition, following, _ in store.ask(queries.STANDING).rows}
+    starts = {(position.topic, position.partition): position.offset for position in start}
+    found = {place: _OnLog() for place in standing}
+    for message in log.messages([topic.name for topic in TOPICS], start):
+        place = (message.address.topic, message.address.partition)
+        # a tombstone has no row; and the log grows while it is read: what is beyond the store is not its fault
+        if message.value is not None and message.address.offset < standing.get(place, 0):
+            found[place].add(message.address.offset, TOPIC_BY_NAME[place[0]].compacted)
+    rows = _rows(store, {place: (starts.get(place, 0), following) for place, following in standing.items()}, found)
+    return rows, sum(on_log.messages for on_log in found.values())
 
 
-def count_log(log: Log, topics: Sequence[str], cut: Mapping[Place, int]) -> int:
-    """Messages of the topics before the cut, counted by reading them from the beginning."""
-    ends = {place: end for place, end in cut.items() if place[0] in topics}
-    if not ends:
-        return 0
-    reader = log.reader(topics)
-    reached = dict.fromkeys(ends, 0)
-    count = 0
-    try:
-        while any(reached[place] < end for place, end in ends.items()):
-            deliveries = reader.poll(events_max=10_000, timeout_seconds=1.0)
-            for delivery in deliveries:
-                place = (delivery.address.topic, delivery.address.partition)
-                reached[place] = delivery.address.offset + 1
-                count += delivery.address.offset < ends.get(place, 0)
-            if not deliveries and reader.caught_up():
-                break  # the log ends before the cut: it has lost what the store has, and the figures will say so
-    finally:
-        reader.close()
-    return count
+@dataclass
+class _OnLog:
+    """What the log has of a partition."""
+
+    messages: int = 0
+    first: int | None = None
+    offsets: list[int] = field(default_factory=list)
+    "of a compacted topic, which keeps one message a key"
+
+    def add(self, offset: int, compacted: bool) -> None:
+        self.messages += 1
+        self.first = offset if self.first is None else self.first
+        if compacted:
+            self.offsets.append(offset)
+
+
+def _rows(store: Store, stretches: Mapping[Place, tuple[int, int]], found: Mapping[Place, _OnLog]) -> int:
+    """Rows that the log can be asked about: what it has forgotten, by key or by age, is not held against the store."""
+    kept: dict[Place, tuple[int, int]] = {}
+    at_offsets = 0
+    for place, (first, following) in stretches.items():
+        topic, on_log = TOPIC_BY_NAME[place[0]], found[place]
+        if topic.compacted:
+            at_offsets += store.rows_at(place, on_log.offsets)
+        elif topic.retention_milliseconds == FOREVER:
+            kept[place] = (first, following)
+        elif on_log.first is not None:
+            kept[place] = (on_log.first, following)
+    return at_offsets + store.rows_between(kept)
 
 
 def logprob_gap(steps: Sequence[Step]) -> float | None:
@@ -162,11 +178,6 @@ def _dropped(store: Store, run_id: str, batches: Sequence[dict[str, Any]]) -> di
     dropped = {str(reason): int(count) for reason, count in store.ask(queries.GROUPS_BY_REASON, {"run": run_id}).rows}
     stale = sum(int(batch["groups_stale"]) for batch in batches)
     return dropped | ({"stale": stale} if stale else {})
-
-
-def _pass_at_1(evaluations: Sequence[Evaluation], kind: str, first: bool) -> float | None:
-    complete = [evaluation for evaluation in evaluations if evaluation.kind == kind and evaluation.complete]
-    return complete[0 if first else -1].pass_at_1 if complete else None
 
 
 def _seconds(first: int, last: int) -> float:

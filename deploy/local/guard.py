@@ -1,10 +1,11 @@
 """Stands above the supervisor of a local stack: when it ends, however it ends, nothing of the stack is left.
 
-    python -m deploy.local.guard <data folder> <disk_free_bytes_min> <command of the supervisor …>
+    python -m deploy.local.guard <data folder> <disk_free_bytes_min> <process that starts the stack> <command of the supervisor …>
 
 Programs die with the supervisor by themselves, but what they started may not (a server's engine, say). All of it carries
 the data folder in its environment, so whatever still does when the supervisor has ended is killed here. The guard also
-watches the disk: a log that cannot be written must end orderly, while there is still room to end in.
+watches the disk: a log that cannot be written must end orderly, while there is still room to end in. And it watches whoever
+starts the stack: a start that was killed half way must not leave half a stack behind.
 
 Only the standard library is used: this process lives as long as the stack and should weigh nothing.
 """
@@ -21,13 +22,20 @@ MARK = "REPLAYGROUND_FOLDER"
 "the variable by which the processes of a stack are known"
 PID_FILE = "guard.pid"
 REASON_FILE = "stopped_because"
-"in the data folder: why the run cannot go on, in one line; written by the guard, or by a program about bad input"
+"in the data folder: why the stack cannot go on, in one line; written by the guard, or by a program about bad input"
+STARTED_FILE = "started"
+"in the data folder: every part of the stack was healthy once"
 _DISK_SECONDS = 3.0
 _SWEEP_SECONDS_MAX = 10.0
 
 
 def main(arguments: list[str]) -> int:
-    folder, disk_free_bytes_min, command = Path(arguments[0]), int(arguments[1]), arguments[2:]
+    folder, disk_free_bytes_min, starter, command = (
+        Path(arguments[0]),
+        int(arguments[1]),
+        int(arguments[2]),
+        arguments[3:],
+    )
     (folder / PID_FILE).write_text(str(os.getpid()))
     supervisor = subprocess.Popen(command, cwd=folder, env=os.environ | {MARK: str(folder)}, stdin=subprocess.DEVNULL)
 
@@ -36,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end)
-    _watch(supervisor, folder, disk_free_bytes_min)
+    _watch(supervisor, folder, disk_free_bytes_min, starter)
     sweep(folder)
     (folder / PID_FILE).unlink(missing_ok=True)
     return 0
@@ -55,7 +63,7 @@ def sweep(folder: Path) -> list[int]:
     return killed
 
 
-def _watch(supervisor: "subprocess.Popen[bytes]", folder: Path, disk_free_bytes_min: int) -> None:
+def _watch(supervisor: "subprocess.Popen[bytes]", folder: Path, disk_free_bytes_min: int, starter: int) -> None:
     while True:
         try:
             supervisor.wait(_DISK_SECONDS)
@@ -65,12 +73,14 @@ def _watch(supervisor: "subprocess.Popen[bytes]", folder: Path, disk_free_bytes_
         if free_bytes < disk_free_bytes_min and not (folder / REASON_FILE).exists():
             _write_reason(folder, free_bytes, disk_free_bytes_min)
             supervisor.terminate()
+        if os.getppid() != starter and not (folder / STARTED_FILE).exists():
+            supervisor.terminate()
 
 
 def _write_reason(folder: Path, free_bytes: int, free_bytes_min: int) -> None:
     reason = (
         f"the disk of {folder} is nearly full ({free_bytes:,} bytes free, {free_bytes_min:,} wanted): free some space "
-        "and start again, the run goes on where it was; or lower [local] disk_free_bytes_min"
+        "and start again, nothing on the log is lost; or lower [local] disk_free_bytes_min"
     )
     try:
         (folder / REASON_FILE).write_text(reason)

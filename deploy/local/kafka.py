@@ -76,7 +76,7 @@ _QUICK_RESTART = {
 
 
 # with the time, and without pages of settings and a line a minute that nothing happened
-_LOGGING = (
+LOGGING = (
     "-Dorg.slf4j.simpleLogger.showDateTime=true",
     "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd'T'HH:mm:ss.SSS",
     "-Dorg.slf4j.simpleLogger.log.org.apache.kafka.common.config=warn",
@@ -92,7 +92,7 @@ def prepare(broker: Broker) -> None:
     cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
     # joined by "=": one id in 64 begins with "-" and would be taken for another option
     arguments = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", _SETTINGS_FILE]
-    command = java_command("kafka", 128, [*_class_path(), *arguments])
+    command = java_command("kafka", 128, [*class_path(), *arguments])
     formatted = subprocess.run(command, cwd=broker.folder, capture_output=True, text=True, check=False)
     if formatted.returncode != 0:
         raise ReplaygroundError(f"Kafka could not format {broker.folder / 'log'}: {formatted.stderr.strip()[-500:]}")
@@ -100,10 +100,10 @@ def prepare(broker: Broker) -> None:
 
 def command(broker: Broker, *, record: bool = False) -> list[str]:
     """Starts the node, in the data folder."""
-    arguments = [*_LOGGING, *_class_path(), "kafka.Kafka", _SETTINGS_FILE]
+    arguments = [*LOGGING, *class_path(), "kafka.Kafka", _SETTINGS_FILE]
     return java_command("kafka", broker.heap_mebibytes, arguments, record=record)
 
 
-def _class_path() -> list[str]:
+def class_path() -> list[str]:
     # in a fixed order, so that the ahead-of-time cache fits
     return ["-cp", os.pathsep.join(map(str, sorted(jars("kafka").glob("*.jar"))))]

@@ -1,6 +1,7 @@
 """The schema registry (Apicurio) on loopback, with its schemas on Kafka beside the events they describe."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from deploy.local.java import jars, java_command
 
@@ -13,6 +14,8 @@ class SchemaRegistry:
     port: int
     management_port: int
     heap_mebibytes: int = 384
+    settings_file: Path | None = None
+    "further settings, such as how to log in to the brokers: a command line can be read by everybody"
 
     @property
     def url(self) -> str:
@@ -34,6 +37,8 @@ def command(registry: SchemaRegistry, *, record: bool = False) -> list[str]:
         "quarkus.http.access-log.enabled": "false",
         "quarkus.log.level": "WARN",
     }
+    if registry.settings_file is not None:
+        settings["quarkus.config.locations"] = str(registry.settings_file)
     properties = [f"-D{name}={value}" for name, value in settings.items()]
     arguments = [*properties, "-jar", str(jars("registry") / "quarkus-run.jar")]
     return java_command("registry", registry.heap_mebibytes, arguments, record=record)

@@ -1,16 +1,19 @@
-"""The local stack of one run: broker, registry and programs under one supervisor, started in the order of their health.
+"""A local stack: processes under one supervisor in one folder, started in the order of their health. A field has one, and
+each of its runs has one of its own.
 
     guard        nothing outlives it (deploy.local.guard)
     └ supervisord      keeps programs running, writes their logs (deploy.local.supervisor)
-      ├ kafka            first: the topics are made as soon as it answers
+      ├ kafka            first, where the field has its own: the topics are made as soon as it answers
       ├ registry         meanwhile: its rule is set and every schema registered
-      └ programs         when both are ready; each is up when its /healthz says so
+      ├ programs         when both are ready; each is up when its /healthz says so
+      └ attendant        last: what looks after the others, so that it never sees a stack that is only half there
 
 `start` brings a stack up, `RunningStack` is the handle on one, from this process or any other.
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,21 +30,27 @@ from xmlrpc.client import Fault
 import psutil
 
 from deploy.local import guard, kafka, registry
-from deploy.local.folder import RunFolder, create_run_folder
+from deploy.local.folder import FieldFolder, StackFolder, create_field_folder
 from deploy.local.kafka import Broker
 from deploy.local.ports import choose_ports, is_listening
 from deploy.local.registry import SchemaRegistry
 from deploy.local.supervisor import Control, ProgramState, Supervised, render
-from schemas.blobs import Blobs
+from schemas.blobs import open_blobs
 from schemas.codec import Codec
 from schemas.errors import BadInput, LogUnavailable, ReplaygroundError
-from schemas.registry import ConfluentRegistry
+from schemas.programs import OPERATOR
+from schemas.run import FIELD, JobSettings, LogSettings, Run
+from streams.log.connect import open_log, registry_of
 from streams.log.kafka import KafkaLog
 
 KAFKA, REGISTRY = "kafka", "registry"
+_KAFKA_SHOWN, _REGISTRY_SHOWN, _ELSEWHERE_SHOWN = "Kafka", "schema registry", "log elsewhere"
 _PART_SECONDS_MAX = 180.0
 _POLL_SECONDS = 0.1
+_CONNECT_SECONDS_MAX = 5.0
 _CONFIG_FILE = "supervisord.conf"
+STOPPING_FILE = "stopping"
+"in the folder of a stack: who stops it and why, in one line"
 
 
 class StackFailed(ReplaygroundError):
@@ -66,11 +75,22 @@ class Silent:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the log of a stack is; the fields have the names they have in schemas.run.Run."""
+    """Where the log of a field is; the attributes have the names they have in schemas.run.Run."""
 
-    bootstrap_servers: str
-    registry_url: str
+    log: LogSettings
     blobs_url: str
+
+    def run_of(self, worker: str) -> Run:
+        """For whoever works on the field as a whole."""
+        return Run(
+            run_id=FIELD,
+            seed=0,
+            job=JobSettings(),
+            log=self.log,
+            blobs_url=self.blobs_url,
+            program=OPERATOR,
+            worker=worker,
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +98,8 @@ class Member:
     """A program of ours on the stack."""
 
     supervised: Supervised
-    health_port: int
+    health: str
+    "host and port of its /healthz"
     stop_wave: int = 1
     "programs of a wave drain together; a wave begins when the one before has drained"
 
@@ -87,24 +108,23 @@ class Member:
 class Plan:
     """A stack to be started."""
 
-    folder: RunFolder
-    broker: Broker
-    registry: SchemaRegistry
+    folder: StackFolder
+    addresses: Addresses | None = None
+    "of a log that is prepared before the programs start: topics made, schemas registered"
+    broker: Broker | None = None
+    registry: SchemaRegistry | None = None
     members: Sequence[Member] = ()
+    attendant: Supervised | None = None
     disk_free_bytes_min: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     "added to the environment of every program"
-
-    @property
-    def addresses(self) -> Addresses:
-        return Addresses(self.broker.bootstrap_servers, self.registry.url, self.folder.blobs_url)
 
 
 class RunningStack:
     """A stack that was started, here or by another process."""
 
     def __init__(
-        self, folder: RunFolder, stop_waves: Mapping[str, int], process: "subprocess.Popen[bytes] | None" = None
+        self, folder: StackFolder, stop_waves: Mapping[str, int], process: "subprocess.Popen[bytes] | None" = None
     ) -> None:
         self.folder = folder
         self.control = Control(folder.control_socket)
@@ -135,8 +155,13 @@ class RunningStack:
                 raise StackFailed(f"{state.name} does not start: {self._told(state.name)}")
 
     def reason(self) -> str | None:
-        """Why the run cannot go on, when a program or the guard said so: bad input, or a full disk."""
+        """Why the stack cannot go on, when a program or the guard said so: bad input, or a full disk."""
         file = self.folder.path / guard.REASON_FILE
+        return file.read_text().strip() if file.exists() else None
+
+    def stopping(self) -> str | None:
+        """Who stops it and why, when somebody does."""
+        file = self.folder.path / STOPPING_FILE
         return file.read_text().strip() if file.exists() else None
 
     def last_line(self, name: str) -> str:
@@ -163,9 +188,19 @@ class RunningStack:
             for pid in guard.sweep(self.folder.path):
                 report(f"process {pid} had to be killed")
 
-    def _end_orderly(self, report: Callable[[str], None]) -> None:
+    def drain(self, report: Callable[[str], None]) -> None:
+        """Stops the programs, wave by wave, and returns when they have ended. Whatever else is in the stack stays."""
         for wave in sorted(set(self._stop_waves.values())):
             self._drain([name for name, of in self._stop_waves.items() if of == wave], report)
+
+    def end(self) -> None:
+        """Tells the stack to end and does not wait for it: for a program of the stack itself."""
+        process = self._guard()
+        if process is not None:
+            process.terminate()
+
+    def _end_orderly(self, report: Callable[[str], None]) -> None:
+        self.drain(report)
         process = self._guard()
         if process is not None:
             process.terminate()
@@ -211,32 +246,84 @@ def start(plan: Plan, progress: Progress, *, lock: int, foreground: bool) -> Run
     """Starts a stack and returns when every part is healthy. The caller stops it; when this raises, it is stopped already.
 
     `lock` is the descriptor of deploy.local.folder.locked, kept open by the guard. In the foreground the stack drains
-    when the calling thread dies, however it dies; so call it from the main thread. Raises BadInput, StackFailed.
+    when the calling thread dies, however it dies; so call it from the main thread. In the background it does so only until
+    it has started. Raises BadInput, StackFailed.
     """
     guard.sweep(plan.folder.path)
-    progress.begin("Kafka")
-    kafka.prepare(plan.broker)
+    if plan.broker is not None:
+        progress.begin(_KAFKA_SHOWN)
+        kafka.prepare(plan.broker)
+    elif plan.addresses is not None:
+        _prepare_log_elsewhere(plan.addresses, progress)
     _write_config(plan)
     waves = {member.supervised.name: member.stop_wave for member in plan.members}
     stack = RunningStack(plan.folder, waves, spawn_guard(plan, lock, foreground))
     try:
         _start_parts(plan, stack, progress)
+        (plan.folder.path / guard.STARTED_FILE).touch()
     except BaseException:
         stack.stop()
         raise
     return stack
 
 
+def has_started(folder: StackFolder) -> bool:
+    """True once every part of the stack was healthy; false again when the next one is started in its place."""
+    return (folder.path / guard.STARTED_FILE).exists()
+
+
+def forget_start(folder: StackFolder) -> None:
+    """The lock of the folder must be held: a stack is about to be started."""
+    (folder.path / guard.STARTED_FILE).unlink(missing_ok=True)
+
+
 def _start_parts(plan: Plan, stack: RunningStack, progress: Progress) -> None:
     _wait(stack, "the supervisor", plan.folder.control_socket.exists)
-    progress.begin("schema registry")
-    _wait(stack, "Kafka", lambda: is_listening(plan.broker.port))
-    _wait(stack, "Kafka", lambda: _available(lambda: _make_topics(plan.addresses)))
-    progress.end("Kafka")
-    _wait(stack, "the schema registry", lambda: _answers(f"{plan.registry.url}/subjects"))
-    _wait(stack, "the schema registry", lambda: _available(lambda: _register_schemas(plan.addresses)))
-    progress.end("schema registry")
+    if plan.broker is not None and plan.registry is not None and plan.addresses is not None:
+        _start_log(plan.broker, plan.registry, plan.addresses, stack, progress)
     _start_members(plan, stack, progress)
+    if plan.attendant is not None:
+        stack.control.start(plan.attendant.name)
+
+
+def _start_log(
+    broker: Broker, schema_registry: SchemaRegistry, addresses: Addresses, stack: RunningStack, progress: Progress
+) -> None:
+    progress.begin(_REGISTRY_SHOWN)
+    _wait(stack, "Kafka", lambda: is_listening(broker.port))
+    _wait(stack, "Kafka", lambda: _available(lambda: _make_topics(addresses)))
+    progress.end(_KAFKA_SHOWN)
+    _wait(stack, "the schema registry", lambda: _answers(f"{schema_registry.url}/subjects"))
+    _wait(stack, "the schema registry", lambda: _available(lambda: _register_schemas(addresses)))
+    progress.end(_REGISTRY_SHOWN)
+
+
+def _prepare_log_elsewhere(addresses: Addresses, progress: Progress) -> None:
+    """Nobody is waited for: what the config names is expected to run. Raises BadInput."""
+    progress.begin(_ELSEWHERE_SHOWN)
+    try:
+        _require_reachable(addresses.log.bootstrap_servers)
+        _make_topics(addresses)
+        _register_schemas_elsewhere(addresses)
+    except LogUnavailable as error:
+        raise BadInput(
+            f"the log at {addresses.log.bootstrap_servers} (registry {addresses.log.registry_url}) cannot be used: "
+            f"{error}; check [log] and that both are running"
+        ) from error
+    progress.end(_ELSEWHERE_SHOWN)
+
+
+def _require_reachable(bootstrap_servers: str) -> None:
+    """Raises LogUnavailable when no broker accepts a connection: the client would take half a minute to say so."""
+    problems: list[str] = []
+    for server in bootstrap_servers.split(","):
+        host, _, port = server.strip().rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS_MAX).close()
+            return
+        except (OSError, ValueError) as error:
+            problems.append(f"{server}: {error}")
+    raise LogUnavailable(f"no broker accepts a connection ({'; '.join(problems)})")
 
 
 def _start_members(plan: Plan, stack: RunningStack, progress: Progress) -> None:
@@ -247,7 +334,7 @@ def _start_members(plan: Plan, stack: RunningStack, progress: Progress) -> None:
     until = time.monotonic() + _PART_SECONDS_MAX
     while waiting:
         _require_in_time(stack, until, f"{', '.join(waiting)} did not become healthy")
-        for name in [n for n, m in waiting.items() if _answers(f"http://127.0.0.1:{m.health_port}/healthz")]:
+        for name in [n for n, m in waiting.items() if _answers(f"http://{m.health}/healthz")]:
             progress.end(name)
             del waiting[name]
         time.sleep(_POLL_SECONDS)
@@ -286,24 +373,37 @@ def _answers(url: str) -> bool:
 
 
 def _make_topics(addresses: Addresses) -> None:
-    codec = Codec(ConfluentRegistry(addresses.registry_url), Blobs(addresses.blobs_url))
-    with closing(KafkaLog(addresses.bootstrap_servers, codec)) as log:
+    with closing(open_log(addresses.run_of("operator"))) as log:
         log.make_topics()
 
 
 def _register_schemas(addresses: Addresses) -> None:
-    confluent = ConfluentRegistry(addresses.registry_url)
-    with closing(Codec(confluent, Blobs(addresses.blobs_url))) as codec:
-        confluent.require_compatibility()
+    run = addresses.run_of("operator")
+    registry_client = registry_of(run)
+    with closing(Codec(registry_client, open_blobs(run))) as codec:
+        registry_client.require_compatibility()
         codec.register_all()
 
 
+def _register_schemas_elsewhere(addresses: Addresses) -> None:
+    """The registry may be another log's, and others may use it: its own rule is left alone. Raises BadInput."""
+    run = addresses.run_of("operator")
+    registry_client = registry_of(run)
+    with closing(KafkaLog(run.log, Codec(registry_client, open_blobs(run)))) as log:
+        log.require_registry()
+        log.codec.register_all()
+        registry_client.require_compatibility_of_known()
+
+
 def _write_config(plan: Plan) -> None:
-    infrastructure = [
-        Supervised(KAFKA, kafka.command(plan.broker), starts_at_once=True),
-        Supervised(REGISTRY, registry.command(plan.registry), starts_at_once=True, stop_seconds_max=10),
-    ]
-    programs = [*infrastructure, *(member.supervised for member in plan.members)]
+    # rendered first, stopped last: the attendant outlives the programs it looks after
+    programs = [] if plan.attendant is None else [plan.attendant]
+    if plan.broker is not None:
+        programs.append(Supervised(KAFKA, kafka.command(plan.broker), starts_at_once=True))
+    if plan.registry is not None:
+        command = registry.command(plan.registry)
+        programs.append(Supervised(REGISTRY, command, starts_at_once=True, stop_seconds_max=10))
+    programs += [member.supervised for member in plan.members]
     text = render(plan.folder.control_socket, programs, as_root=os.geteuid() == 0)
     plan.folder.control_socket.unlink(missing_ok=True)  # left by a stack that was killed
     (plan.folder.path / _CONFIG_FILE).write_text(text)
@@ -314,8 +414,9 @@ def spawn_guard(plan: Plan, lock: int, foreground: bool) -> "subprocess.Popen[by
     wrap = ["setpriv", "--pdeathsig", "TERM", "--"]
     supervisor = [*wrap, sys.executable, "-m", "supervisor.supervisord", "-c", _CONFIG_FILE]
     # isolated and without site packages: it starts at once and weighs little
-    command = [sys.executable, "-I", "-S", guard.__file__, str(folder), str(plan.disk_free_bytes_min), *supervisor]
-    for left_behind in (guard.PID_FILE, guard.REASON_FILE):
+    settings = [str(folder), str(plan.disk_free_bytes_min), str(os.getpid())]
+    command = [sys.executable, "-I", "-S", guard.__file__, *settings, *supervisor]
+    for left_behind in (guard.PID_FILE, guard.REASON_FILE, guard.STARTED_FILE, STOPPING_FILE):
         (folder / left_behind).unlink(missing_ok=True)
     with (plan.folder.logs / "guard.log").open("wb") as output:
         return subprocess.Popen(
@@ -345,17 +446,19 @@ def local_log(folder: Path, heap_mebibytes: int = 384) -> Iterator[Addresses]:
 
     For tests and benchmarks. Call it from the main thread.
     """
-    run_folder = RunFolder(folder.absolute() / "local-log")
-    create_run_folder(run_folder, "{}\n")
+    field_folder = FieldFolder(folder.absolute() / "local-log")
+    create_field_folder(field_folder)
     ports = choose_ports(dict.fromkeys(("kafka", "controller", "registry", "management"), 0))
-    broker = Broker(run_folder.path, ports["kafka"], ports["controller"], heap_mebibytes)
+    broker = Broker(field_folder.path, ports["kafka"], ports["controller"], heap_mebibytes)
     schema_registry = SchemaRegistry(broker.bootstrap_servers, ports["registry"], ports["management"])
-    plan = Plan(run_folder, broker, schema_registry)
+    log = LogSettings(bootstrap_servers=broker.bootstrap_servers, registry_url=schema_registry.url)
+    addresses = Addresses(log, field_folder.blobs_url)
+    plan = Plan(field_folder, addresses, broker, schema_registry)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         stack = start(plan, Silent(), lock=lock, foreground=True)
         try:
-            yield plan.addresses
+            yield addresses
         finally:
             stack.stop()
     finally:

@@ -17,6 +17,8 @@ from schemas.errors import BadInput
 
 _LOG_BYTES_MAX = "20MB"
 _LOG_BACKUPS = 3
+TAKEN_OVER = 3
+"exit code of a program whose run was resumed elsewhere: it is not started again, or it would take the run back"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def _section(program: Supervised, priority: int) -> str:
         "command": _value(shlex.join(wrapped)),
         "priority": priority,
         "autostart": str(program.starts_at_once).lower(),
-        "autorestart": "true",
+        "autorestart": "unexpected",
+        "exitcodes": TAKEN_OVER,
         "startsecs": program.settled_seconds,
         "startretries": program.start_retries,
         "stopsignal": "TERM",

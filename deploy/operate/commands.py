@@ -1,23 +1,23 @@
-"""The commands that look after the log of a running stack: tail, lag, reconcile, dead-letters, blobs."""
+"""The commands that look after the log of a field: tail, lag, reconcile, acls, dead-letters, blobs, steer, submit."""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
 from rich.table import Column, Table
 
-from deploy.options import RUNS, Runs, console, say
+from deploy.operate.looking import active_run, traces_silent
+from deploy.options import FIELD, Field, RunOption, console, say, say_aside
 from schemas.errors import BadInput
 
 if TYPE_CHECKING:
     from deploy.operate.lag import Row
-    from deploy.page import Page
-    from schemas.run import Run
     from streams.log.kafka import KafkaLog
 
 dead_letters = typer.Typer(
@@ -35,25 +35,27 @@ def tail(
     from_beginning: Annotated[bool, typer.Option("--from-beginning", help="Begin with the oldest message.")] = False,
     follow: Annotated[bool, typer.Option("--follow/--no-follow", "-f", help="Go on as more is written.")] = True,
     kind: Annotated[list[str] | None, typer.Option("--type", help="Only events of this type; may be repeated.")] = None,
-    run: Annotated[str | None, typer.Option("--run", help="Only events of this run.")] = None,
+    run: RunOption = None,
     task: Annotated[str | None, typer.Option("--task", help="Only this task; a beginning of its id is enough.")] = None,
     trajectory: Annotated[
         str | None, typer.Option("--trajectory", help="Only this trajectory; a beginning of its id is enough.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="All of each event, one JSON object a line.")] = False,
-    runs: Runs = RUNS,
+    field: Field = FIELD,
 ) -> None:
-    """Read along on the log, decoded.
+    """Follow topics of the log, decoded; with --run, only events of that run.
 
     Examples:  replayground tail  ·  replayground tail messages --trajectory 3f2a  ·  replayground tail --type StepTaken --json
     """
     from deploy.operate.tail import Wanted, as_json, line, topics_of
     from deploy.operate.tail import tail as read_along
 
-    wanted = Wanted(run, task, trajectory, frozenset(kind or ()))
+    wanted = Wanted(None, task, trajectory, frozenset(kind or ()))
     names = topics_of(topics or [])
     width = console.width if sys.stdout.isatty() else 10_000
-    with _log_of(runs) as (log, _):
+    with _log_of(field) as log:
+        if run is not None:
+            wanted = replace(wanted, run=_id_of(log, run))
         try:
             for delivery in read_along(log, names, wanted, None if from_beginning else lines, lambda: follow):
                 print(as_json(delivery) if json else line(delivery, width), flush=True)
@@ -61,20 +63,59 @@ def tail(
             return  # that is how one stops reading
 
 
-def lag(
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds until Ctrl-C.")] = False,
-    runs: Runs = RUNS,
+def acls(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[FIELD.toml]", help="Config whose [log] names prefix and username.")
+    ] = None,
+    prefix: Annotated[str | None, typer.Option(help="topic_prefix; else that of the config.")] = None,
+    principal: Annotated[str | None, typer.Option(help="Principal of a program; else User: and the username.")] = None,
+    form: Annotated[str, typer.Option("--format", help="shell, a script of kafka-acls.sh; or json.")] = "shell",
 ) -> None:
-    """How far every group is behind the log, how fast it goes, and how long it has before the broker forgets what is unread.
+    """Print the ACLs that the programs need on a Kafka of one's own, made from what they are declared to read and write.
+
+    Examples:  replayground acls field.toml > acls.sh  ·  replayground acls --prefix team- --principal 'User:team-{program}'
+    """
+    from deploy.config import parse_config, read_toml
+    from schemas.acls import FORMATS, PRINCIPAL
+    from schemas.acls import acls as rights_of
+    from schemas.run import LogSettings
+
+    log = LogSettings() if config is None else parse_config(read_toml(config), config).log
+    if form not in FORMATS:
+        raise BadInput(f"--format {form} is unknown: use {' or '.join(FORMATS)}")
+    user = principal or (f"User:{log.security.username}" if log.security.username else PRINCIPAL)
+    if "{program}" not in user:
+        raise BadInput(
+            f"principal {user} is the same for all programs: with {{program}} in it, each has rights of its own"
+        )
+    print(FORMATS[form](rights_of(log.topic_prefix if prefix is None else prefix, user)), end="")
+
+
+def lag(
+    run: RunOption = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds until Ctrl-C.")] = False,
+    field: Field = FIELD,
+) -> None:
+    """How far the groups of a run and of the field are behind the log, how fast they go, and how long they have before the
+    broker forgets what is unread. Without --run, of the only active run; of the field alone when none is active.
 
     Exit code 1 when unread messages are about to be forgotten, or were.
 
-    Examples:  replayground lag  ·  replayground lag --watch
+    Examples:  replayground lag  ·  replayground lag --run 20260713-0915 --watch
     """
     from deploy.operate.lag import lags
+    from deploy.runs import list_runs
+    from schemas.run import FIELD as THE_FIELD
 
-    with _log_of(runs) as (log, run):
-        looks = lags(log, run.run_id)
+    with _log_of(field) as log:
+        states = list_runs(log)
+        if run is not None:
+            run_id = _id_of(log, run)
+        elif any(state.is_active for state in states.values()):
+            run_id = active_run(states, None).run_id
+        else:
+            run_id = THE_FIELD
+        looks = lags(log, run_id)
         next(looks)
         try:
             time.sleep(_LOOK_SECONDS)
@@ -95,14 +136,25 @@ def reconcile(
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove rows that are wrong, and add what is missing from the log.")
     ] = False,
-    runs: Runs = RUNS,
+    run: RunOption = None,
+    field: Field = FIELD,
 ) -> None:
     """Compare the trace store with the log, partition by partition, by count and checksum. Exit code 1 when they differ.
+    Without --run, of all runs.
 
-    Examples:  replayground reconcile  ·  replayground reconcile --repair
+    Examples:  replayground reconcile  ·  replayground reconcile --repair  ·  replayground reconcile --run 20260713-0915
     """
-    with page_of(runs) as page:
-        compared = page.reconcile(repair)
+    from deploy.field import open_field
+    from deploy.page import Page
+    from deploy.session import log_of
+
+    with open_field(field, say_aside) as (_, resolved):
+        with log_of(resolved) as log:
+            run_id = None if run is None else _id_of(log, run)
+        try:
+            compared = Page(resolved.page_url, run_id).reconcile(repair)
+        except OSError as error:
+            raise traces_silent(error) from error
     table = Table(
         Column("topic", no_wrap=True),
         "partition",
@@ -132,7 +184,8 @@ def reconcile(
 @dead_letters.command("list")
 def list_dead_letters(
     stage: Annotated[str | None, typer.Option("--stage", help="Only those that this stage refused.")] = None,
-    runs: Runs = RUNS,
+    run: RunOption = None,
+    field: Field = FIELD,
 ) -> None:
     """What was refused, and why.
 
@@ -140,8 +193,8 @@ def list_dead_letters(
     """
     from deploy.operate.dead_letters import dead_letters as found
 
-    with _log_of(runs) as (log, _):
-        letters = found(log, stage)
+    with _log_of(field) as log:
+        letters = found(log, stage, None if run is None else _id_of(log, run))
     if not letters:
         say("nothing was refused")
         return
@@ -153,7 +206,7 @@ def list_dead_letters(
 
 
 @dead_letters.command()
-def show(number: Annotated[int, typer.Argument(help="Its number in the list.")], runs: Runs = RUNS) -> None:
+def show(number: Annotated[int, typer.Argument(help="Its number in the list.")], field: Field = FIELD) -> None:
     """All that is known of one refused message.
 
     Example:  replayground dead-letters show 3
@@ -161,7 +214,7 @@ def show(number: Annotated[int, typer.Argument(help="Its number in the list.")],
     from deploy.operate.dead_letters import chosen, described
     from deploy.operate.dead_letters import dead_letters as found
 
-    with _log_of(runs) as (log, _):
+    with _log_of(field) as log:
         (letter,) = chosen(found(log), [number])
         say(described(log.codec, letter))
 
@@ -173,7 +226,8 @@ def redrive(
     stage: Annotated[
         str | None, typer.Option("--stage", help="With --all: only those that this stage refused.")
     ] = None,
-    runs: Runs = RUNS,
+    run: RunOption = None,
+    field: Field = FIELD,
 ) -> None:
     """Write refused messages again where they came from, once what refused them is mended.
 
@@ -185,8 +239,8 @@ def redrive(
 
     if bool(numbers) == every:
         raise BadInput("name the dead letters to be tried again by number, or say --all")
-    with _log_of(runs) as (log, _):
-        letters = found(log, stage)
+    with _log_of(field) as log:
+        letters = found(log, stage, None if run is None else _id_of(log, run))
         taken = letters if every else chosen(letters, numbers or [])
         write_again(log, taken)
     say(f"{len(taken)} messages were written again")
@@ -198,19 +252,21 @@ def sweep_blobs(
         float, typer.Option("--grace-hours", help="Leave alone what was written within these hours.")
     ] = 24.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
-    runs: Runs = RUNS,
+    field: Field = FIELD,
 ) -> None:
-    """Remove blobs that no event on the log names any more.
+    """Remove blobs that no event of any run on the log names any more.
 
     All of the log is read for it, as bytes. When that cannot be done, nothing is removed and the exit code is 2.
 
     Examples:  replayground blobs sweep --dry-run  ·  replayground blobs sweep --grace-hours 72
     """
+    from deploy.field import open_field
     from deploy.operate.sweep import sweep
-    from schemas.blobs import Blobs
+    from deploy.session import log_of
+    from schemas.blobs import open_blobs
 
-    with _log_of(runs) as (log, run):
-        store = Blobs(run.blobs_url)
+    with open_field(field, say_aside) as (_, resolved), log_of(resolved) as log:
+        store = open_blobs(resolved.run_of("operator"))
         swept = sweep(log, log.codec, store, grace_hours, time.time(), dry_run=dry_run, tell=say)
     for blob in swept.removed if dry_run else ():
         say(f"{blob.path}  {blob.size_bytes:,} bytes")
@@ -224,48 +280,78 @@ def steer(
     session: Annotated[str | None, typer.Option("--session", help="cancel: this session, such as train.")] = None,
     every: Annotated[bool, typer.Option("--all", help="cancel: everything that was asked for so far.")] = False,
     reason: Annotated[str, typer.Option("--reason", help="Why; kept on the log.")] = "",
-    runs: Runs = RUNS,
+    run: RunOption = None,
+    field: Field = FIELD,
 ) -> None:
-    """Steer the run: pause asks for no more rollouts, resume goes on, drain is for good, cancel ends rollouts as cancelled.
+    """Steer a run: pause asks for no more rollouts, resume goes on, drain is for good, cancel ends rollouts as cancelled.
+    Without --run, the only one that is active.
 
     Examples:  replayground steer pause  ·  replayground steer cancel --session eval-v0021-sampled --reason "wrong split"
     """
+    from deploy.field import running_field
     from deploy.operate.steer import issued
+    from deploy.runs import list_runs
+    from deploy.session import log_of
     from schemas.ids import now_microseconds
 
-    with _log_of(runs) as (log, run):
-        log.append(issued(run.run_id, command, task, session, every, reason, now_microseconds()))
+    with log_of(running_field(field)[1]) as log:
+        run_id = active_run(list_runs(log), run).run_id
+        log.append(issued(run_id, command, task, session, every, reason, now_microseconds()))
         log.flush()
-    say(f"{command} is on the log")
+    say(f"{command} of {run_id} is on the log")
+
+
+def submit(
+    file: Annotated[str, typer.Argument(metavar="FILE|-", help="JSONL, one task a line; - reads from stdin.")],
+    run: RunOption = None,
+    field: Field = FIELD,
+) -> None:
+    """Add tasks to a run while it goes on; without --run, to the only one that is active. All lines are checked first.
+
+    Examples:  replayground submit tasks.jsonl  ·  my-generator | replayground submit - --run 20260713-0915
+    """
+    from deploy.field import running_field
+    from deploy.runs import list_runs
+    from deploy.session import log_of, resolved_run
+    from producers.submission import submit as submit_lines
+
+    folder, on = running_field(field)
+    with log_of(on) as log, _lines_of(file) as lines:
+        told = resolved_run(folder, on, active_run(list_runs(log), run))
+        sampling = told.config.feeder.sampling
+        submitted = submit_lines(lines, told.run_of("operator"), log, sampling=sampling, source=file)
+    repeated = f", {submitted.repeated:,} it had already" if submitted.repeated else ""
+    say(f"{submitted.submitted:,} tasks submitted to {told.run_id}{repeated}")
 
 
 @contextmanager
-def page_of(runs: Path) -> "Iterator[Page]":
-    """The interface of the traces program. Raises BadInput when no stack runs, or the program does not answer."""
-    from deploy.local.folder import running_run_folder
-    from deploy.page import Page
-    from deploy.resolve import load
-
-    page = Page(load(running_run_folder(runs)).page_url)
+def _lines_of(file: str) -> "Iterator[IO[bytes]]":
+    if file == "-":
+        yield sys.stdin.buffer
+        return
     try:
-        yield page
+        with Path(file).open("rb") as lines:
+            yield lines
     except OSError as error:
-        raise BadInput(f"the traces program does not answer ({error}): see `replayground logs traces`") from error
+        raise BadInput(
+            f"{file} cannot be read ({error.strerror}): name a JSONL file of tasks, or - for stdin"
+        ) from error
 
 
 @contextmanager
-def _log_of(runs: Path) -> "Iterator[tuple[KafkaLog, Run]]":
-    """The log of the stack that runs, and its run. Raises BadInput when none does."""
-    from deploy.local.folder import running_run_folder
-    from deploy.resolve import load
-    from streams.log.connect import open_log
+def _log_of(field: Path) -> "Iterator[KafkaLog]":
+    """The log of the field, which is started for the time of the command if it is not running."""
+    from deploy.field import open_field
+    from deploy.session import log_of
 
-    run = load(running_run_folder(runs)).run_of("operator")
-    log = open_log(run)
-    try:
-        yield log, run
-    finally:
-        log.close()
+    with open_field(field, say_aside) as (_, resolved), log_of(resolved) as log:
+        yield log
+
+
+def _id_of(log: "KafkaLog", beginning: str) -> str:
+    from deploy.runs import find_run, list_runs
+
+    return find_run(list_runs(log).values(), beginning).run_id
 
 
 def _table_of_lags(rows: "list[Row]") -> Table:

@@ -25,8 +25,9 @@ class DeadLetter:
         return datetime.fromtimestamp(self.reject.meta.timestamp / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def dead_letters(log: Log, stage: str | None = None) -> list[DeadLetter]:
-    """Everything that was refused, each message once however often it was refused."""
+def dead_letters(log: Log, stage: str | None = None, run_id: str | None = None) -> list[DeadLetter]:
+    """Everything that was refused, of one stage or of one run, each message once however often it was refused. Its number
+    does not depend on what is asked for."""
     reader = log.reader(["dead-letters"])
     found: dict[str, EventRejected] = {}
     try:
@@ -37,7 +38,11 @@ def dead_letters(log: Log, stage: str | None = None) -> list[DeadLetter]:
     finally:
         reader.close()
     numbered = [DeadLetter(number, reject) for number, reject in enumerate(found.values(), start=1)]
-    return [letter for letter in numbered if stage is None or letter.reject.stage == stage]
+    return [
+        letter
+        for letter in numbered
+        if stage in (None, letter.reject.stage) and run_id in (None, letter.reject.meta.run_id)
+    ]
 
 
 def chosen(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from consumers.lag_watch import GROUPS, expiries_of
+from consumers.lag_watch import expiries_of, groups_of
 from schemas.ids import now_microseconds
 from schemas.retention import Expiry
 from streams.log.protocol import Log, Standing
@@ -33,16 +33,16 @@ def lags(log: Log, run_id: str) -> Iterator[list[Row]]:
         seconds, looked_at = max(1e-9, now - looked_at), now
         expiries = {(expiry.group, expiry.topic): expiry for expiry in _expiries(log, run_id)}
         rows: list[Row] = []
-        for group, topics in GROUPS:
-            for topic, standing in log.standing(f"{group}-{run_id}", list(topics)).items():
-                place = (group, topic)
+        for group in groups_of(run_id):
+            for topic, standing in log.standing(group.name, list(group.stage_by_topic)).items():
+                place = (group.program, topic)
                 taken = arriving = None
                 if place in before:
                     committed, end = before[place]
                     taken, arriving = (standing.committed - committed) / seconds, (standing.end - end) / seconds
                 before[place] = standing.committed, standing.end
-                lag = _lag(log, f"{group}-{run_id}", topic, standing)
-                rows.append(Row(group, topic, lag, taken, arriving, expiries.get(place)))
+                lag = _lag(log, group.name, topic, standing)
+                rows.append(Row(group.program, topic, lag, taken, arriving, expiries.get(place)))
         yield rows
 
 

@@ -6,6 +6,7 @@ replayground run examples/office/job.toml
 import json
 import random
 from collections.abc import Iterator
+from itertools import count
 
 from schemas.events import Task, TrajectoryAssembled
 from schemas.job import Score
@@ -28,9 +29,9 @@ class Digits:
 SCORERS = (Digits(),)
 
 
-def tasks(split: str, seed: int) -> Iterator[Task]:
-    draw = random.Random(f"{split}:{seed}")
-    while True:
+def tasks(split: str, seed: int, start: int = 0) -> Iterator[Task]:
+    for number in count(start):
+        draw = random.Random(f"{split}:{seed}:{number}")
         boxes, price = draw.randint(11, 99), draw.randint(2, 9)
         yield Task(prompt=f"{boxes} boxes, {price} each?", reference=str(boxes * price), agent="office", toolset=[],
                    world='{"name":"empty"}', scorers=["digits"], group_size=1, split=split)  # fmt: skip

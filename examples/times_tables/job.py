@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from itertools import count
 
 from sandboxes.tools.tool import ToolError, tool
 from schemas.events import Task, TrajectoryAssembled
@@ -38,9 +39,9 @@ TOOLS = (multiply,)
 SCORERS = (Digits(),)
 
 
-def tasks(split: str, seed: int) -> Iterator[Task]:
-    draw = random.Random(f"{split}:{seed}")
-    while True:
+def tasks(split: str, seed: int, start: int = 0) -> Iterator[Task]:
+    for number in count(start):
+        draw = random.Random(f"{split}:{seed}:{number}")
         a, b = draw.randint(11, 99), draw.randint(11, 99)
         yield Task(prompt=f"What is {a} times {b}?", reference=str(a * b), agent="pupil", toolset=["multiply"],
                    world='{"name":"empty"}', scorers=["digits"], group_size=1, split=split)  # fmt: skip

@@ -57,7 +57,10 @@ QUIET_MILLISECONDS = 20
 OUTPUTS: list[io.TextIOWrapper] = []
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # What agents import most. Loaded before the fork when there is time, so that no session pays for it.
-PRELOADED = "re json ast collections datetime functools math random sqlite3 string statistics subprocess".split()
+PRELOADED = (
+    *("re", "json", "ast", "collections", "datetime", "functools"),
+    *("math", "random", "sqlite3", "string", "statistics", "subprocess"),
+)
 
 
 class ToolError(Exception):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from schemas.job import Scorer
+from streams.hops import messages_to_trajectories, rewards_to_groups
 from streams.hops.hop import Hop
 from streams.hops.messages_to_trajectories import Assemble
 from streams.hops.rewards_to_groups import GroupRewards
@@ -11,5 +12,15 @@ from streams.rules.advantage import AdvantageKind
 from streams.rules.scoring import scorers_by_name
 
 
-def hops(own_scorers: Iterable[Scorer], advantage: AdvantageKind) -> tuple[Hop, ...]:
-    return (Assemble(), ScoreTrajectories(scorers_by_name(own_scorers)), GroupRewards(advantage))
+def hops(
+    own_scorers: Iterable[Scorer],
+    advantage: AdvantageKind,
+    trajectories_remembered: int = messages_to_trajectories.KEYS_REMEMBERED,
+    groups_remembered: int = rewards_to_groups.KEYS_REMEMBERED,
+) -> tuple[Hop, ...]:
+    """Of each partition, so many of the newest trajectories and groups are remembered after they have ended."""
+    return (
+        Assemble(trajectories_remembered),
+        ScoreTrajectories(scorers_by_name(own_scorers)),
+        GroupRewards(advantage, groups_remembered),
+    )

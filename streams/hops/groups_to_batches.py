@@ -1,7 +1,8 @@
 """cut: groups that teach something become batches of a fixed number of groups, in total order.
 
-A group with a member older than allowed is dropped, and the next batch says so. The whole state is read back from the
-batches already cut: which groups they hold or passed over, and how far the groups topic was consumed.
+A group with a member older than allowed is dropped, and the next batch says so. The whole state can be read back from the
+batches already cut: which groups they hold or passed over, and how far the groups topic was consumed. A group is remembered
+until it is too old to be admitted: then the rule of staleness refuses it, whoever delivers it again (decision 0017).
 
 Partitions are read in any order, but nothing in a batch depends on it beyond which groups it was cut from, and that is
 what its positions say. So batches can be cut again from the groups on the log, byte for byte (`cut_again`).
@@ -9,6 +10,7 @@ what its positions say. So batches can be cut again from the groups on the log, 
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from copy import copy
 
 from msgspec import Struct
 
@@ -19,6 +21,8 @@ from streams.hops.rewards_to_groups import GROUPED_PURPOSES
 from streams.rules.staleness import admitted, oldest_version, trained_members
 
 CODE_VERSION = "cut-2"
+STATE_VERSION = "cutting-1"
+"of Cutting: a snapshot of another version is not read"
 
 
 class Cutting(Struct):
@@ -26,11 +30,17 @@ class Cutting(Struct):
 
     index_next: int = 0
     waiting: list[GroupCompleted] = []
-    seen: set[str] = set()
+    seen: dict[str, int | None] = {}
+    "groups and the policy_ceiling of the batch that names them; None while none does, or when it does not tell"
     groups_stale: list[str] = []
     groups_dropped: dict[str, int] = {}
     groups_passed: list[str] = []
-    positions: dict[tuple[str, int], int] = {}
+    ceiling: int | None = None
+    "policy_ceiling of the next batch so far"
+    positions: dict[str, int] = {}
+    "topic/partition and the next offset"
+    floor: int | None = None
+    "lowest ceiling in `seen`: as long as it can be admitted, nothing can be forgotten"
 
 
 class CutGroups:
@@ -39,6 +49,7 @@ class CutGroups:
     name = "cut"
     reads = "groups"
     state_class = Cutting
+    keys_remembered = 1
 
     def __init__(
         self, run_id: str, groups_per_batch: int, staleness_max: int, first_version: int, batches_max: int | None = None
@@ -49,23 +60,20 @@ class CutGroups:
         self._first_version = first_version
         self._batches_max = batches_max
 
+    def is_closed(self, state: Cutting) -> bool:
+        return False
+
     def key(self, event: Event) -> str | None:
         wanted = event.meta.run_id == self._run_id and event.meta.purpose in GROUPED_PURPOSES
         return self._run_id if wanted else None
 
     def restored(self, state: Cutting | None, batch: BatchCut) -> Cutting:
         """The state after a batch that is already on the log. Changes the state it is given."""
-        state = state or Cutting()
-        state.seen.update(batch.groups, batch.groups_stale, batch.groups_passed)
-        return Cutting(
-            index_next=batch.index + 1,
-            seen=state.seen,
-            positions={(position.topic, position.partition): position.offset for position in batch.positions},
-        )
+        return self._after(state or Cutting(), batch)
 
     def step(self, state: Cutting | None, event: Event, address: Address) -> Outcome:
-        """Changes the state it is given: the set of groups seen grows with the run and is not copied at every group."""
-        state = state or Cutting()
+        """Changes what the state it is given holds, and is done with that state: sets are not copied at every group."""
+        state = Cutting() if state is None else copy(state)
         if not isinstance(event, GroupCompleted) or event.meta.group_id is None:
             return Outcome(state, refused="batches are cut from groups")
         if self._batches_max is not None and state.index_next >= self._batches_max:
@@ -74,7 +82,7 @@ class CutGroups:
         if len(state.waiting) < self._groups_per_batch:
             return Outcome(state)
         batch = self._batch(state)
-        return Outcome(Cutting(index_next=state.index_next + 1, seen=state.seen, positions=state.positions), (batch,))
+        return Outcome(self._after(state, batch), (batch,))
 
     def cut_again(
         self, groups: Iterable[tuple[Address, GroupCompleted]], batches: Iterable[BatchCut]
@@ -84,30 +92,51 @@ class CutGroups:
         waiting: dict[tuple[str, int], deque[tuple[Address, GroupCompleted]]] = {}
         for address, group in groups:
             waiting.setdefault((address.topic, address.partition), deque()).append((address, group))
-        seen: set[str] = set()
-        positions: dict[tuple[str, int], int] = {}
-        for index, batch in enumerate(batches):
-            state = Cutting(index_next=index, seen=seen, positions=positions)
+        state = Cutting()
+        for batch in batches:
             for position in batch.positions:
                 window = waiting.get((position.topic, position.partition), deque())
                 while window and window[0][0].offset < position.offset:
                     address, group = window.popleft()
                     self._take(state, group, group.meta.group_id or "", address)
-            yield self._batch(state)
+            again = self._batch(state)
+            yield again
+            state = self._after(state, again)
 
     def _take(self, state: Cutting, group: GroupCompleted, group_id: str, address: Address) -> None:
-        place = (address.topic, address.partition)
-        state.positions[place] = max(state.positions.get(place, 0), address.offset + 1)  # it may be delivered again
+        place = f"{address.topic}/{address.partition}"
+        if address.offset < state.positions.get(place, 0):
+            return  # delivered again
+        state.positions[place] = address.offset + 1
         if group_id not in state.seen:
-            state.seen.add(group_id)
+            state.seen[group_id] = None
             self._admit(state, group, group_id)
 
+    def _after(self, state: Cutting, batch: BatchCut) -> Cutting:
+        """The state once this batch is on the log: what it names is seen, and what is too old by now is forgotten."""
+        ceiling, seen, floor = batch.policy_ceiling, state.seen, state.floor
+        for group_id in (*batch.groups, *batch.groups_stale, *batch.groups_passed):
+            seen[group_id] = ceiling
+        if ceiling is not None:
+            floor = ceiling if floor is None else min(floor, ceiling)
+        if floor is not None and not self._is_admitted(batch.index + 1, floor):
+            seen = {name: of for name, of in seen.items() if of is None or self._is_admitted(batch.index + 1, of)}
+            floor = min((of for of in seen.values() if of is not None), default=None)
+        positions = {f"{position.topic}/{position.partition}": position.offset for position in batch.positions}
+        return Cutting(index_next=batch.index + 1, seen=seen, positions=positions, floor=floor)
+
+    def _is_admitted(self, index: int, version: int | None) -> bool:
+        return admitted(self._first_version + index, version, self._staleness_max)
+
     def _admit(self, state: Cutting, group: GroupCompleted, group_id: str) -> None:
+        oldest = oldest_version(group)
+        if oldest is not None:
+            state.ceiling = oldest if state.ceiling is None else max(state.ceiling, oldest)
         dropped = group.dropped_because or (None if trained_members(group) else "nothing_sampled")
         if dropped is not None:
             state.groups_dropped[dropped] = state.groups_dropped.get(dropped, 0) + 1
             state.groups_passed.append(group_id)
-        elif admitted(self._first_version + state.index_next, oldest_version(group), self._staleness_max):
+        elif self._is_admitted(state.index_next, oldest):
             state.waiting.append(group)
         else:
             state.groups_stale.append(group_id)
@@ -128,9 +157,8 @@ class CutGroups:
             groups_stale=sorted(state.groups_stale),
             groups_dropped=dict(sorted(state.groups_dropped.items())),
             groups_passed=sorted(state.groups_passed),
-            positions=[
-                Position(topic=t, partition=p, offset=offset) for (t, p), offset in sorted(state.positions.items())
-            ],
+            policy_ceiling=state.ceiling,
+            positions=[_position(place, offset) for place, offset in sorted(state.positions.items())],
         )
 
     def _meta(self, index: int, groups: list[GroupCompleted]) -> Meta:
@@ -147,6 +175,11 @@ class CutGroups:
             causation_id=newest.meta.id,
             purpose=newest.meta.purpose,
         )
+
+
+def _position(place: str, offset: int) -> Position:
+    topic, _, partition = place.rpartition("/")
+    return Position(topic=topic, partition=int(partition), offset=offset)
 
 
 def _batch_member(group: GroupCompleted, member: GroupMember) -> BatchMember:

@@ -33,6 +33,13 @@ class Hop(Protocol):
     @property
     def state_class(self) -> type[Struct] | None: ...
 
+    @property
+    def keys_remembered(self) -> int:
+        """So many of the newest keys of a partition are remembered after they are closed (streams.horizon)."""
+
+    def is_closed(self, state: Any) -> bool:
+        """Nothing more is expected of the key that has this state."""
+
     def key(self, event: Event) -> str | None:
         """Which state the event belongs to; None when the event is none of this hop's business."""
 

@@ -5,6 +5,8 @@ message that shows it, so that the attempt never yields a guessed trajectory and
 
 Messages of several contexts arrive mixed, in the order in which they happened; a trajectory holds its contexts one after
 another, whole, so that whoever trains on it can keep them apart.
+
+Beside each TrajectoryAssembled stands a small AttemptEnded, so that planners need not read tokens to count attempts.
 """
 
 from bisect import bisect_right
@@ -18,6 +20,7 @@ from msgspec import Struct
 from schemas.events import (
     Address,
     AgentMessaged,
+    AttemptEnded,
     Context,
     Event,
     Meta,
@@ -35,6 +38,7 @@ from schemas.packed import token_count
 from streams.hops.hop import Outcome
 
 CODE_VERSION = "assemble-1"
+KEYS_REMEMBERED = 1024
 _UNKNOWN_LOGPROB = b"\x00\x00\x00\x00"
 
 
@@ -72,6 +76,8 @@ class Assembly(Struct):
 
     attempts: dict[str, Attempt] = {}
     ended: list[str] = []
+    is_closed: bool = False
+    "an attempt ended other than by infra_error: no further one is asked for"
 
 
 class Assemble:
@@ -81,17 +87,24 @@ class Assemble:
     reads = "messages"
     state_class = Assembly
 
+    def __init__(self, keys_remembered: int = KEYS_REMEMBERED) -> None:
+        self.keys_remembered = keys_remembered
+
+    def is_closed(self, state: Assembly) -> bool:
+        """Also while another attempt is under way: it is a second worker's, which nobody waits for, or a dead one's."""
+        return state.is_closed
+
     def key(self, event: Event) -> str | None:
         return event.meta.trajectory_id
 
     def step(self, state: Assembly | None, event: Event, address: Address) -> Outcome:
-        state = state or Assembly()
         attempt_id, seq = event.meta.attempt_id, event.meta.seq
-        if attempt_id is None or seq is None:
-            return Outcome(state, refused="a message of a rollout needs attempt_id and seq")
-        if attempt_id in state.ended:
+        if attempt_id is None or seq is None or event.meta.group_id is None:
+            return Outcome(state, refused="a message of a rollout needs group_id, attempt_id and seq")
+        known = state or Assembly()
+        if attempt_id in known.ended:
             return Outcome(state)
-        attempt = state.attempts.get(attempt_id)
+        attempt = known.attempts.get(attempt_id)
         expected = 0 if attempt is None else attempt.seq_next
         if seq < expected:
             return Outcome(state)
@@ -99,14 +112,16 @@ class Assemble:
             return Outcome(
                 state, refused=f"seq {seq} where {expected} was to come: a message of the attempt is missing"
             )
-        return self._taken(state, attempt_id, attempt, event)
+        return self._taken(known, attempt_id, attempt, event)
 
     def _taken(self, state: Assembly, attempt_id: str, attempt: Attempt | None, event: Event) -> Outcome:
         if isinstance(event, RolloutEnded):
             if attempt is None:
                 return Outcome(state, refused="an attempt ended that never started")
             rest = {name: other for name, other in state.attempts.items() if name != attempt_id}
-            return Outcome(Assembly(rest, [*state.ended, attempt_id]), (_assembled(attempt, event),))
+            trajectory = _assembled(attempt, event)
+            is_closed = state.is_closed or event.ended_by != "infra_error"
+            return Outcome(Assembly(rest, [*state.ended, attempt_id], is_closed), (trajectory, _ended(trajectory)))
         if attempt is None and not isinstance(event, RolloutStarted):
             return Outcome(state, refused=f"an attempt starts with RolloutStarted, not {type(event).__name__}")
         wrong = _complaint(event, attempt) if attempt is not None else None
@@ -114,7 +129,7 @@ class Assemble:
             return Outcome(state, refused=wrong)
         grown = _begun(cast(RolloutStarted, event)) if attempt is None else _grown(event, attempt)
         grown = msgspec.structs.replace(grown, seq_next=cast(int, event.meta.seq) + 1)
-        return Outcome(Assembly(state.attempts | {attempt_id: grown}, state.ended))
+        return Outcome(Assembly(state.attempts | {attempt_id: grown}, state.ended, state.is_closed))
 
 
 def _complaint(event: Event, attempt: Attempt) -> str | None:
@@ -241,6 +256,25 @@ def _assembled(attempt: Attempt, ended: RolloutEnded) -> TrajectoryAssembled:
         world_hash=started.world_hash,
         cost=ended.cost,
         contexts=attempt.contexts if len(attempt.contexts) > 1 else [],
+    )
+
+
+def _ended(trajectory: TrajectoryAssembled) -> AttemptEnded:
+    """The same fact without tokens and transcript."""
+    changes: dict[str, Any] = {
+        "id": derived_id("AttemptEnded", trajectory.meta.attempt_id, CODE_VERSION),
+        "category": "attempt",
+        "topic": "attempts",
+        "receiver": "scheduler",
+    }
+    return AttemptEnded(
+        meta=msgspec.structs.replace(trajectory.meta, **changes),
+        index=trajectory.index,
+        group_size=trajectory.task.group_size,
+        ended_by=trajectory.ended_by,
+        reason=trajectory.reason,
+        tokens_sampled=trajectory.tokens_sampled,
+        policy_version_oldest=trajectory.policy_version_oldest,
     )
 
 

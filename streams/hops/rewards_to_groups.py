@@ -13,8 +13,10 @@ from schemas.events import Address, Event, GroupCompleted, GroupMember, Meta, Re
 from schemas.ids import derived_id
 from streams.hops.hop import Outcome
 from streams.rules.advantage import AdvantageKind, advantages, deviation, mean, teaches_nothing
+from streams.rules.scoring import SCORE_MAX
 
 CODE_VERSION = "group-1"
+KEYS_REMEMBERED = 256
 GROUPED_PURPOSES = ("train", "replay")
 
 
@@ -34,19 +36,25 @@ class GroupRewards:
     reads = "rewards"
     state_class = Gathering
 
-    def __init__(self, advantage: AdvantageKind = "centred") -> None:
+    def __init__(self, advantage: AdvantageKind = "centred", keys_remembered: int = KEYS_REMEMBERED) -> None:
         self._advantage: AdvantageKind = advantage
+        self.keys_remembered = keys_remembered
+
+    def is_closed(self, state: Gathering) -> bool:
+        return state.completed
 
     def key(self, event: Event) -> str | None:
         return event.meta.group_id if event.meta.purpose in GROUPED_PURPOSES else None
 
     def step(self, state: Gathering | None, event: Event, address: Address) -> Outcome:
-        state = state or Gathering()
         if not isinstance(event, RewardAssigned) or event.meta.attempt_id is None:
             return Outcome(state, refused="a group is made of rewards with an attempt_id")
-        if state.completed or event.excluded_because == "infra_error" or event.index in state.filled:
+        # by how the attempt ended, not by what a scorer says of it: only the former is asked for again
+        if event.ended_by == "infra_error":
             return Outcome(state)
-        state = _with_reward(state, event, event.meta.attempt_id)
+        if state is not None and (state.completed or event.index in state.filled):
+            return Outcome(state)
+        state = _with_reward(state or Gathering(), event, event.meta.attempt_id)
         if len(state.filled) < event.group_size:
             return Outcome(state)
         return Outcome(Gathering(completed=True), (self._completed(state),))
@@ -79,11 +87,16 @@ def _with_reward(state: Gathering, reward: RewardAssigned, attempt_id: str) -> G
 
 
 def _total(rewards: list[RewardAssigned]) -> float:
-    return sum(reward.score for reward in rewards)
+    return sum(reward.score for reward in rewards if _is_finite(reward))
 
 
 def _is_valid(rewards: list[RewardAssigned]) -> bool:
-    return all(reward.verdict == "scored" for reward in rewards)
+    return all(reward.verdict == "scored" and _is_finite(reward) for reward in rewards)
+
+
+def _is_finite(reward: RewardAssigned) -> bool:
+    """Rewards may be written by others than `score`: one that is no number must not reach the advantages of a group."""
+    return abs(reward.score) <= SCORE_MAX
 
 
 def _member(rewards: list[RewardAssigned], advantage: float) -> GroupMember:

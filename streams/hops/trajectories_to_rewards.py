@@ -1,4 +1,7 @@
-"""score: every trajectory gets one reward per scorer that its task names."""
+"""score: every trajectory gets one reward per scorer that its task names.
+
+A scorer that does not exist, fails, or returns what is no score excludes the trajectory with the reason: nothing that a job
+gets wrong leaves the group of the trajectory waiting."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +10,14 @@ import msgspec
 
 from schemas.events import Address, Event, Meta, RewardAssigned, TrajectoryAssembled
 from schemas.ids import derived_id
-from schemas.job import Score, Scorer
+from schemas.job import Scorer
 from streams.hops.hop import Outcome
 from streams.rules.scoring import judged
+
+NO_SCORER = "none"
+"the scorer of the excluded reward of a task that names no scorer"
+UNKNOWN_VERSION = "unknown"
+"version of a scorer that the job does not have"
 
 
 class ScoreTrajectories:
@@ -18,9 +26,13 @@ class ScoreTrajectories:
     name = "score"
     reads = "trajectories"
     state_class = None
+    keys_remembered = 0
 
     def __init__(self, scorers: Mapping[str, Scorer]) -> None:
         self._scorers = scorers
+
+    def is_closed(self, state: None) -> bool:
+        return True
 
     def key(self, event: Event) -> str | None:
         return event.meta.trajectory_id
@@ -28,21 +40,20 @@ class ScoreTrajectories:
     def step(self, state: None, event: Event, address: Address) -> Outcome:
         if not isinstance(event, TrajectoryAssembled):
             return Outcome(refused=f"{type(event).__name__} cannot be scored")
-        unknown = [name for name in event.task.scorers if name not in self._scorers]
-        if unknown:
-            return Outcome(refused=f"no scorer is called {unknown[0]}; there are {', '.join(sorted(self._scorers))}")
-        return Outcome(events=[self._reward(event, address, self._scorers[name]) for name in event.task.scorers])
+        names = event.task.scorers or [NO_SCORER]
+        return Outcome(events=[self._reward(event, address, name) for name in names])
 
-    def _reward(self, trajectory: TrajectoryAssembled, address: Address, scorer: Scorer) -> RewardAssigned:
-        score = _safely_judged(trajectory, scorer)
+    def _reward(self, trajectory: TrajectoryAssembled, address: Address, name: str) -> RewardAssigned:
+        score = judged(trajectory, name, self._scorers)
+        version = self._scorers[name].version if name in self._scorers else UNKNOWN_VERSION
         return RewardAssigned(
-            meta=_meta(trajectory, scorer),
+            meta=_meta(trajectory, name, version),
             trajectory=address,
             index=trajectory.index,
             group_size=trajectory.task.group_size,
             scorers=trajectory.task.scorers,
-            scorer=scorer.name,
-            scorer_version=scorer.version,
+            scorer=name,
+            scorer_version=version,
             score=score.score,
             parts=score.parts,
             evidence=score.evidence,
@@ -54,20 +65,12 @@ class ScoreTrajectories:
         )
 
 
-def _safely_judged(trajectory: TrajectoryAssembled, scorer: Scorer) -> Score:
-    """A scorer of somebody's own may fail on a trajectory nobody thought of: that excludes it, with the reason."""
-    try:
-        return judged(trajectory, scorer)
-    except Exception as error:
-        return Score(score=0.0, excluded_because=f"scorer failed: {type(error).__name__}: {error}")
-
-
-def _meta(trajectory: TrajectoryAssembled, scorer: Scorer) -> Meta:
+def _meta(trajectory: TrajectoryAssembled, scorer: str, version: str) -> Meta:
     changes: dict[str, Any] = {
-        "id": derived_id("RewardAssigned", trajectory.meta.id, scorer.name, scorer.version),
+        "id": derived_id("RewardAssigned", trajectory.meta.id, scorer, version),
         "category": "reward",
         "topic": "rewards",
-        "sender": f"score/{scorer.name}",
+        "sender": f"score/{scorer}",
         "receiver": "group",
         "causation_id": trajectory.meta.id,
     }

@@ -1,9 +1,10 @@
 """The log on Kafka, by confluent-kafka: idempotent murmur2 producers, read-committed readers, KIP-447 transactions."""
 
+import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -21,36 +22,37 @@ from confluent_kafka import (
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.admin._listoffsets import OffsetSpec
+from confluent_kafka.admin._metadata import TopicMetadata
 from confluent_kafka.cimpl import NewTopic
 
 from schemas.codec import Codec
-from schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, Rebalanced
+from schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, NotAllowed, Rebalanced
 from schemas.events import Address, Event, Position
-from schemas.topics import PARTITIONS, TOPICS, Topic, topic_of
-from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread, delivered
+from schemas.programs import OPERATOR
+from schemas.run import LogSettings
+from schemas.topics import COMPACTED_SOON, FOREVER, PARTITIONS, TOPIC_BY_NAME, TOPICS, Topic, topic_of
+from streams.log.access import Guard
+from streams.log.connection import ASK_SECONDS, Connection, Questions, Refusals
+from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread, beyond_end, delivered
 
 logger = structlog.get_logger()
 
-_ASK_SECONDS = 20.0
+_SETTLE_SECONDS = 3.0
 _TRANSACTION_SECONDS = 60.0
 "After this the coordinator aborts a transaction whose holder is silent."
 _POLL_BYTES_MAX = 16 * 1024 * 1024
 "A poll that has taken so much returns with what it has: as events it is several times as large."
+_EVENTS_TRIED = 5
+"of each partition, by which a registry is known to belong to the log"
 _CONSUMED_AT_ONCE = 250
+_ASKERS_MAX = 32
+"Groups whose positions are asked for again and again; each keeps a connection, and a field has had any number of groups."
 _READ_AHEAD_OFFSETS = 512
 """Wanted offsets closer together than this are read in one sweep: a seek costs about as much as so many messages."""
 
 
-def _client_settings(bootstrap_servers: str) -> dict[str, Any]:
-    return {
-        "bootstrap.servers": bootstrap_servers,
-        "log_level": 3,
-        "socket.keepalive.enable": True,
-    }
-
-
-def _producer_settings(bootstrap_servers: str) -> dict[str, Any]:
-    return _client_settings(bootstrap_servers) | {
+def _producer_settings(connection: Connection, refusals: Refusals) -> dict[str, Any]:
+    return connection.settings(refusals) | {
         "acks": "all",
         "enable.idempotence": True,
         "partitioner": "murmur2_random",
@@ -61,9 +63,9 @@ def _producer_settings(bootstrap_servers: str) -> dict[str, Any]:
     }
 
 
-def _consumer_settings(bootstrap_servers: str, group: str) -> dict[str, Any]:
-    return _client_settings(bootstrap_servers) | {
-        "group.id": group,
+def _consumer_settings(connection: Connection, refusals: Refusals, group: str) -> dict[str, Any]:
+    return connection.settings(refusals) | {
+        "group.id": connection.name(group),
         "enable.auto.commit": False,
         "enable.partition.eof": True,
         "auto.offset.reset": "earliest",
@@ -79,24 +81,35 @@ def _consumer_settings(bootstrap_servers: str, group: str) -> dict[str, Any]:
     }
 
 
+def _nameless_group(connection: Connection) -> str:
+    """For a consumer that shares nothing and commits nothing. It begins as the program's groups do, so that the same ACL
+    covers it: the broker is asked for the coordinator of any group."""
+    return f"{connection.program}-reader-{uuid.uuid4()}"
+
+
 class KafkaLog:
     """See streams.log.protocol.Log."""
 
-    def __init__(self, bootstrap_servers: str, codec: Codec) -> None:
-        self._bootstrap_servers = bootstrap_servers
+    def __init__(self, log: LogSettings, codec: Codec, program: str = OPERATOR) -> None:
+        self.connection = Connection(log, program)
+        self._guard = Guard(program)
         self.codec = codec
         self._producer: Producer | None = None
+        self._refusals = Refusals()
+        "of the producer"
         self._failure: KafkaError | None = None
         self._random_access: Consumer | None = None
-        self._questions = _Questions(bootstrap_servers)
+        self._questions = Questions(self.connection)
         self._askers: dict[str, Consumer] = {}
 
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
+        self._guard.write(type(event))
         topic = topic_of(event)
         on_delivery = self._on_delivery if acknowledged is None else self._on_delivery_then(acknowledged)
         self._produce(topic.name, topic.key(event).encode(), self.codec.encode(event), on_delivery)
 
     def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
+        self._guard.write_bytes(topic)
         self._produce(topic, key, value, self._on_delivery)
 
     def _produce(
@@ -104,33 +117,94 @@ class KafkaLog:
     ) -> None:
         self._raise_failure()
         producer = self._opened_producer()
+        name = self.connection.name(topic)
         while True:
             try:
-                producer.produce(topic, value, key, on_delivery=on_delivery)
+                producer.produce(name, value, key, on_delivery=on_delivery)
                 producer.poll(0)
                 return
             except BufferError:  # the queue is full: back-pressure, not an error
                 producer.poll(0.05)
 
     def flush(self, timeout_seconds: float = 30.0) -> None:
-        if self._producer is not None and self._producer.flush(timeout_seconds):
-            raise LogUnavailable(f"the broker did not acknowledge everything within {timeout_seconds:g} s")
+        until = time.monotonic() + timeout_seconds
+        while self._producer is not None and self._producer.flush(max(0.0, min(1.0, until - time.monotonic()))):
+            if self._refusals.newest is not None:
+                self._refusals.newest = None
+                self._questions.require_known()
+            if time.monotonic() >= until:
+                raise LogUnavailable(f"the broker did not acknowledge everything within {timeout_seconds:g} s")
         self._raise_failure()
 
     def forget_failure(self) -> None:
         """Goes on with a new producer. What the failed one held is lost: for programs that take it again from the log."""
         self._producer, self._failure = None, None
 
-    def reader(self, topics: Sequence[str], group: str | None = None, *, alone: bool = False) -> "KafkaReader":
-        return KafkaReader(self._bootstrap_servers, self.codec, topics, group, alone)
+    def reader(
+        self,
+        topics: Sequence[str],
+        group: str | None = None,
+        *,
+        alone: bool = False,
+        start: Sequence[Position] = (),
+    ) -> "KafkaReader":
+        if group is not None:
+            self.begin_group(group, topics, start)
+        else:
+            self._guard.read(topics)
+        return KafkaReader(self.connection, self.codec, topics, group, alone, start)
+
+    def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
+        self._guard.consume(topics, group)
+        until = time.monotonic() + ASK_SECONDS
+        while not self._has_begun(group, topics, start):
+            if time.monotonic() > until:
+                raise LogUnavailable(f"group {group} has members, but no position on some of {', '.join(topics)}")
+            time.sleep(0.2)
+
+    def _has_begun(self, group: str, topics: Sequence[str], start: Sequence[Position]) -> bool:
+        """False when another member of the group is about to give it the positions that are missing."""
+        with self._questions.client() as admin:
+            partitions = _partitions(self.connection, admin, topics)
+            committed = self._committed(group, partitions)
+            oldest = _starts(self.connection, admin, partitions)
+            places = set(partitions)
+            starts = {(p.topic, p.partition): p.offset for p in start if (p.topic, p.partition) in places}
+            _require_before_end(self.connection, admin, starts | committed, f"group {group}")
+        begins: dict[tuple[str, int], int] = {}
+        for place in partitions:
+            first = committed.get(place, starts.get(place, oldest[place]))
+            if first < oldest[place]:
+                _require_forgetful(place, first, oldest[place], f"group {group}")
+                begins[place] = oldest[place]
+            elif place not in committed:
+                begins[place] = first
+        if not begins:
+            return True
+        try:
+            offsets = [_partition_at(self.connection, place, offset) for place, offset in begins.items()]
+            self._askers[group].commit(offsets=offsets, asynchronous=False)
+        except KafkaException as error:
+            if error.args[0].code() in _REBALANCE_ERRORS:
+                # only members may commit for a group that has some: they have begun it, or are about to
+                return begins.keys() <= committed.keys()
+            raise self.connection.error(error.args[0], f"give group {group} a position") from error
+        return True
+
+    def end_positions(self, topics: Sequence[str]) -> list[Position]:
+        with self._questions.client() as admin:
+            ends = _ends(self.connection, admin, _partitions(self.connection, admin, topics))
+        return [Position(topic=topic, partition=partition, offset=end) for (topic, partition), end in ends.items()]
 
     def transactor(self, name: str) -> "KafkaTransactor":
-        return KafkaTransactor(self._bootstrap_servers, self.codec, name)
+        self._guard.transact(name)
+        return KafkaTransactor(self.connection, self.codec, name, self._guard)
 
     def read_at(self, addresses: Sequence[Address]) -> list[Event]:
         wanted: dict[tuple[str, int], set[int]] = defaultdict(set)
         for address in addresses:
             wanted[address.topic, address.partition].add(address.offset)
+        self._guard.read({topic for topic, _ in wanted})
         found: dict[Address, Event] = {}
         for (topic, partition), offsets in wanted.items():
             for sweep in _sweeps(sorted(offsets)):
@@ -144,9 +218,9 @@ class KafkaLog:
 
     def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
         with self._questions.client() as admin:
-            partitions = self._partitions(admin, topics)
+            partitions = _partitions(self.connection, admin, topics)
             committed = self._committed(group, partitions)
-            ends = _ends(admin, partitions)
+            ends = _ends(self.connection, admin, partitions)
         for place, offset in committed.items():
             if offset > ends[place]:
                 raise LogUnavailable(f"{place[0]}/{place[1]} ends at {ends[place]}, before {offset}, where {group} is")
@@ -160,21 +234,24 @@ class KafkaLog:
 
     def count(self, topics: Sequence[str]) -> dict[str, int]:
         """Committed messages of each topic up to now, counted one by one: markers of transactions are not messages."""
+        self._guard.read(topics)
         counts = dict.fromkeys(topics, 0)
-        reader = KafkaReader(self._bootstrap_servers, self.codec, topics, None)
+        reader = KafkaReader(self.connection, self.codec, topics, None)
         try:
             while not reader.caught_up():
                 for message in reader.poll_messages(10_000, 1.0):
-                    counts[str(message.topic())] += 1
+                    counts[self.connection.plain(str(message.topic()))] += 1
         finally:
             reader.close()
         return counts
 
     def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
         with self._questions.client() as admin:
-            partitions = self._partitions(admin, topics)
+            partitions = _partitions(self.connection, admin, topics)
             committed = self._committed(group, partitions)
-            starts, ends = _starts(admin, partitions), _ends(admin, partitions)
+            starts = _starts(self.connection, admin, partitions)
+            ends = _ends(self.connection, admin, partitions)
+        self._guard.read(topics)
         waiting = {
             place: max(committed.get(place, 0), starts[place])
             for place in partitions
@@ -189,12 +266,13 @@ class KafkaLog:
             for topic in topics
         }
 
-    def messages(self, topics: Sequence[str]) -> Iterator[RawMessage]:
-        reader = KafkaReader(self._bootstrap_servers, self.codec, topics, None)
+    def messages(self, topics: Sequence[str], start: Sequence[Position] = ()) -> Iterator[RawMessage]:
+        self._guard.read(topics)
+        reader = KafkaReader(self.connection, self.codec, topics, None, start=start)
         try:
             while not reader.caught_up():
                 for message in reader.poll_everything(10_000, 1.0):
-                    yield RawMessage(_address(message), message.key(), message.value())
+                    yield RawMessage(_address(self.connection, message), message.key(), message.value())
         finally:
             reader.close()
 
@@ -203,32 +281,96 @@ class KafkaLog:
             self._make_topics(admin)
 
     def _make_topics(self, admin: AdminClient) -> None:
-        existing = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
-        for topic in TOPICS:
-            if topic.name in existing and len(existing[topic.name].partitions) != topic.partitions:
-                raise BadInput(
-                    f"topic {topic.name} has {len(existing[topic.name].partitions)} partitions where the map says "
-                    f"{topic.partitions}: use another broker or data folder"
-                )
-        self._require_settings(admin, [topic for topic in TOPICS if topic.name in existing])
-        missing = [topic for topic in TOPICS if topic.name not in existing]
+        existing = self._existing(admin)
+        wanted = [topic for topic in TOPICS if self._guard.touches(topic.name)]
+        for topic in wanted:
+            if topic.name in existing:
+                self._require_shape(topic, existing[topic.name])
+        self._require_settings(admin, [topic for topic in wanted if topic.name in existing])
+        missing = [topic for topic in wanted if topic.name not in existing]
         if missing:
-            _create(admin, [NewTopic(t.name, t.partitions, replication_factor=1, config=t.settings) for t in missing])
+            self._create(admin, {t.name: (t.partitions, t.settings) for t in missing})
+
+    def _existing(self, admin: AdminClient) -> dict[str, TopicMetadata]:
+        """Topics that begin with the prefix, by the names that programs know them by."""
+        found = _asked(self.connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics").topics
+        prefix = self.connection.log.topic_prefix
+        return {self.connection.plain(name): topic for name, topic in found.items() if name.startswith(prefix)}
+
+    def _require_shape(self, topic: Topic, found: TopicMetadata) -> None:
+        if len(found.partitions) != topic.partitions:
+            raise BadInput(
+                f"topic {self.connection.name(topic.name)} has {len(found.partitions)} partitions where the map says "
+                f"{topic.partitions}: use another topic_prefix, broker or data folder"
+            )
+        copies = {len(partition.replicas) for partition in found.partitions.values()}
+        if copies != {self.connection.log.replication}:
+            raise BadInput(
+                f"topic {self.connection.name(topic.name)} has {' or '.join(map(str, sorted(copies)))} copies where [log] says "
+                f"replication = {self.connection.log.replication}: set that to what the topics have, or move the "
+                "partitions with kafka-reassign-partitions.sh"
+            )
+
+    def require_registry(self) -> None:
+        """Raises BadInput when the newest events cannot be read with this registry, so that it is that of another log."""
+        read = unread = 0
+        reason: str | None = None
+        reader = self.reader([topic.name for topic in TOPICS])
+        try:
+            reader.seek_before_end(_EVENTS_TRIED)
+            while not reader.caught_up():
+                for delivery in reader.poll(1000, 1.0):
+                    read += delivery.event is not None
+                    unread += delivery.event is None
+                    reason = delivery.undecodable or reason
+        finally:
+            reader.close()
+        if unread and not read:
+            log = self.connection.log
+            raise BadInput(
+                f"none of the newest events on {log.bootstrap_servers} can be read with the registry at {log.registry_url} "
+                f"({reason}): it is the registry of another log. Correct registry_url in [log]"
+            )
 
     def make_changelogs(self, names: Sequence[str]) -> None:
-        """Makes topics for states, keyed as the events are and kept by key, where they do not exist yet."""
+        """Makes topics for states, keyed as the events are and kept by key, where they do not exist yet. Names have the
+        prefix already: Faust makes them from the name of the group."""
+        settings = {"cleanup.policy": "compact", **COMPACTED_SOON}
         with self._questions.client() as admin:
-            settings = {"cleanup.policy": "compact"}
-            _create(admin, [NewTopic(name, PARTITIONS, replication_factor=1, config=settings) for name in names])
+            self._create(admin, {self.connection.plain(name): (PARTITIONS, settings) for name in names})
+
+    def _create(self, admin: AdminClient, topics: Mapping[str, tuple[int, Mapping[str, str]]]) -> None:
+        """Returns when they exist, whoever made them: workers start side by side."""
+        replication = self.connection.log.replication
+        created = [
+            NewTopic(self.connection.name(name), partitions, replication, config={**settings, **self._in_sync()})
+            for name, (partitions, settings) in topics.items()
+        ]
+        for name, future in admin.create_topics(created, operation_timeout=ASK_SECONDS).items():
+            try:
+                future.result()
+            except KafkaException as failure:
+                error = failure.args[0]
+                if error.code() == KafkaError.INVALID_REPLICATION_FACTOR:
+                    raise BadInput(
+                        f"topic {name} cannot have replication = {replication} of [log]: {error.str()}"
+                    ) from failure
+                if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                    raise self.connection.error(error, f"make topic {name}") from failure
+
+    def _in_sync(self) -> dict[str, str]:
+        log = self.connection.log
+        return {"min.insync.replicas": str(log.min_in_sync)} if log.replication > 1 else {}
 
     def _require_settings(self, admin: AdminClient, topics: Sequence[Topic]) -> None:
-        """A topic that forgets sooner than the map says would lose what replay counts on."""
-        by_name = {topic.name: topic for topic in topics}
+        """A topic that forgets sooner than the map says would lose what replay counts on, one that needs fewer copies in sync
+        would lose events with a broker."""
+        by_name = {self.connection.name(topic.name): topic for topic in topics}
         resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in by_name]
-        futures = admin.describe_configs(resources, request_timeout=_ASK_SECONDS) if resources else {}
+        futures = admin.describe_configs(resources, request_timeout=ASK_SECONDS) if resources else {}
         for resource, future in futures.items():
-            found = _asked(future.result)
-            for name, wanted in by_name[resource.name].settings.items():
+            found = _asked(self.connection, future.result, f"ask for the settings of topic {resource.name}")
+            for name, wanted in (by_name[resource.name].settings | self._in_sync()).items():
                 if found[name].value != wanted:
                     raise BadInput(
                         f"topic {resource.name} has {name} {found[name].value} where the map says {wanted}: set it on the "
@@ -248,7 +390,7 @@ class KafkaLog:
 
     def _opened_producer(self) -> Producer:
         if self._producer is None:
-            self._producer = Producer(_producer_settings(self._bootstrap_servers))
+            self._producer = Producer(_producer_settings(self.connection, self._refusals))
         return self._producer
 
     def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
@@ -261,24 +403,24 @@ class KafkaLog:
         def on_delivery(error: KafkaError | None, message: Message) -> None:
             self._on_delivery(error, message)
             if error is None:
-                acknowledged(_address(message))
+                acknowledged(_address(self.connection, message))
 
         return on_delivery
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise LogUnavailable(f"an event was not written: {self._failure}")
+            raise self.connection.error(self._failure, "write an event")
 
     def _sweep(self, topic: str, partition: int, offsets: list[int]) -> Iterator[tuple[Address, Event]]:
         """Reads one stretch of a partition and keeps what is wanted."""
         if self._random_access is None:
-            settings = _consumer_settings(self._bootstrap_servers, f"random-access-{uuid.uuid4()}")
+            settings = _consumer_settings(self.connection, Refusals(), _nameless_group(self.connection))
             # a fetch that still waits for its last partition would hold the next one back
             self._random_access = Consumer(settings | {"fetch.min.bytes": 1, "fetch.wait.max.ms": 10})
         wanted = set(offsets)
-        self._random_access.assign([TopicPartition(topic, partition, offsets[0])])
+        self._random_access.assign([_partition_at(self.connection, (topic, partition), offsets[0])])
         while wanted:
-            messages = self._random_access.consume(min(len(wanted), _READ_AHEAD_OFFSETS), _ASK_SECONDS)
+            messages = self._random_access.consume(min(len(wanted), _READ_AHEAD_OFFSETS), ASK_SECONDS)
             if not messages:
                 raise LogUnavailable(f"{topic}/{partition} cannot be read at {min(wanted)}")
             for message in messages:
@@ -286,58 +428,55 @@ class KafkaLog:
                 if error is not None:
                     if error.code() == KafkaError._PARTITION_EOF:
                         return
-                    _raise_unavailable(error)
+                    raise self.connection.error(error, f"read {topic}/{partition}")
                 offset = _offset(message)
                 if offset in wanted:
                     wanted.remove(offset)
-                    yield _address(message), self.codec.decode(message.value() or b"", topic)
+                    yield _address(self.connection, message), self.codec.decode(message.value() or b"", topic)
                 if offset >= offsets[-1]:
                     return
-
-    def _partitions(self, admin: AdminClient, topics: Sequence[str]) -> list[tuple[str, int]]:
-        known = _asked(lambda: admin.list_topics(timeout=_ASK_SECONDS)).topics
-        for topic in topics:
-            # a broker that starts knows no topics, or no partitions of them, and a lag of nothing would be no lag
-            if topic not in known or known[topic].error is not None or not known[topic].partitions:
-                raise LogUnavailable(f"the broker does not know topic {topic}, or not yet")
-        return [(topic, partition) for topic in topics for partition in known[topic].partitions]
 
     def _committed(self, group: str, partitions: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
         """By a consumer that joins nothing. The admin client of librdkafka 2.16 can be asked the same, and takes the process
         down when the answer is that the group's coordinator is elsewhere, as it is while a broker starts."""
         if group not in self._askers:
-            settings = _consumer_settings(self._bootstrap_servers, group)
+            while len(self._askers) >= _ASKERS_MAX:
+                self._askers.pop(next(iter(self._askers))).close()
+            settings = _consumer_settings(self.connection, Refusals(), group)
             # uncommitted: else it would wait for a transaction under way
             self._askers[group] = Consumer(settings | {"isolation.level": "read_uncommitted"})
         asker = self._askers[group]
-        asked = [TopicPartition(*partition) for partition in partitions]
+        asked = [_partition_at(self.connection, place) for place in partitions]
+        doing = f"ask where group {group} is"
         try:
-            found = _asked(lambda: asker.committed(asked, _ASK_SECONDS)) if asked else []
+            found = _asked(self.connection, lambda: asker.committed(asked, ASK_SECONDS), doing) if asked else []
             for place in found:
                 if place.error is not None:
-                    _raise_unavailable(place.error)
+                    raise self.connection.error(place.error, doing)
         except LogUnavailable:
-            del self._askers[group]  # as with _Questions
+            del self._askers[group]  # as with Questions
             raise
-        return {(place.topic, place.partition): place.offset for place in found if place.offset >= 0}
+        return {
+            (self.connection.plain(place.topic), place.partition): place.offset for place in found if place.offset >= 0
+        }
 
     def _written(self, waiting: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
         """When the first message from each offset on was written; a place where only markers of transactions follow has none."""
         if not waiting:
             return {}
-        consumer = Consumer(_consumer_settings(self._bootstrap_servers, f"unread-{uuid.uuid4()}"))
+        consumer = Consumer(_consumer_settings(self.connection, Refusals(), _nameless_group(self.connection)))
         written: dict[tuple[str, int], int] = {}
         ended: set[tuple[str, int]] = set()
         try:
-            consumer.assign([TopicPartition(*place, offset) for place, offset in waiting.items()])
+            consumer.assign([_partition_at(self.connection, place, offset) for place, offset in waiting.items()])
             while len(ended) < len(waiting):
-                message = consumer.poll(_ASK_SECONDS)
+                message = consumer.poll(ASK_SECONDS)
                 if message is None:
                     raise LogUnavailable(f"the oldest of {', '.join(topic for topic, _ in waiting)} cannot be read")
                 error = message.error()
                 if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                    _raise_unavailable(error)
-                place = (str(message.topic()), _partition(message))
+                    raise self.connection.error(error, "read the oldest events")
+                place = (self.connection.plain(str(message.topic())), _partition(message))
                 if error is None and place not in ended:
                     written[place] = message.timestamp()[1]
                 ended.add(place)
@@ -346,34 +485,26 @@ class KafkaLog:
         return written
 
 
-class _Questions:
-    """A client for questions to the broker. After one that was not answered, the next is asked by a new client: librdkafka
-    can lose its brokers when one that starts, or was taken for dead, says that there are none."""
-
-    def __init__(self, bootstrap_servers: str) -> None:
-        self._bootstrap_servers = bootstrap_servers
-        self._client: AdminClient | None = None
-
-    @contextmanager
-    def client(self) -> Iterator[AdminClient]:
-        if self._client is None:
-            self._client = AdminClient(_client_settings(self._bootstrap_servers))
-        try:
-            yield self._client
-        except LogUnavailable:
-            self._client = None
-            raise
-
-
 class KafkaReader:
     """See streams.log.protocol.Reader."""
 
     def __init__(
-        self, bootstrap_servers: str, codec: Codec, topics: Sequence[str], group: str | None, alone: bool = False
+        self,
+        connection: Connection,
+        codec: Codec,
+        topics: Sequence[str],
+        group: str | None,
+        alone: bool = False,
+        start: Sequence[Position] = (),
     ) -> None:
+        self._connection = connection
         self._codec = codec
-        self._questions = _Questions(bootstrap_servers)
-        self._consumer = Consumer(_consumer_settings(bootstrap_servers, group or f"reader-{uuid.uuid4()}"))
+        self._questions = Questions(connection)
+        self._refusals = Refusals()
+        settings = _consumer_settings(connection, self._refusals, group or _nameless_group(connection))
+        # a position that is no longer on the broker means events that nobody will read: that must not pass unnoticed
+        keeps_everything = all(not _forgets(topic) for topic in topics)
+        self._consumer = Consumer(settings | {"auto.offset.reset": "error" if keeps_everything else "earliest"})
         self._next: dict[tuple[str, int], int] = {}
         self._ends_seen: dict[tuple[str, int], int] = {}
         self._starts: dict[tuple[str, int], int] = {}
@@ -381,12 +512,14 @@ class KafkaReader:
         self._topics = list(topics)
         self._held: set[tuple[str, int]] = set()
         if group is None:
-            self._assign_all(OFFSET_BEGINNING)
+            self._assign_all(OFFSET_BEGINNING, start)
         elif alone:
             # assigned, not joined: no session can expire, and no dead member has to be waited for
             self._assign_all(OFFSET_STORED)
         else:
-            self._consumer.subscribe(self._topics, on_lost=self._forget, on_revoke=self._forget)
+            self._consumer.subscribe(
+                [connection.name(topic) for topic in topics], on_lost=self._forget, on_revoke=self._forget
+            )
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
         polled = self._polled(events_max, timeout_seconds)
@@ -418,21 +551,29 @@ class KafkaReader:
             first = self._consumer.poll(timeout_seconds)
             polled = [] if first is None else [first, *self._fetched(messages_max - 1)]
         except KafkaException as failure:
-            raise LogUnavailable(f"cannot read {', '.join(self._topics)}: {failure}") from failure
+            raise self._connection.error(failure.args[0], f"read {', '.join(self._topics)}") from failure
+        if not polled and self._refusals.newest is not None:
+            self._refusals.newest = None
+            self._questions.require_known()  # this reader's client would go on trying for ever
         messages: list[tuple[Address, Message]] = []
         for message in polled:
             error = message.error()
             if error is None:
-                address = _address(message)
+                address = _address(self._connection, message)
                 place = (address.topic, address.partition)
                 if self._starts and address.offset < self._starts.get(place, 0):
                     continue  # was on its way when another place was sought
                 self._next[place] = address.offset + 1
                 messages.append((address, message))
             elif error.code() == KafkaError._PARTITION_EOF:
-                self._ends_seen[str(message.topic()), _partition(message)] = _offset(message)
+                self._ends_seen[self._connection.plain(str(message.topic())), _partition(message)] = _offset(message)
+            elif error.code() == KafkaError._AUTO_OFFSET_RESET:
+                raise LogBroken(
+                    f"{message.topic()}/{message.partition()} cannot be read on from where this reader stands: the broker has "
+                    f"removed those events ({error}). Restore them, or start a new run"
+                )
             elif error.fatal() or not (error.retriable() or error.code() in _PASSING_ERRORS):
-                _raise_unavailable(error)
+                raise self._connection.error(error, f"read {message.topic() or ', '.join(self._topics)}")
         return messages
 
     def _go_back_before(self, polled: Sequence[tuple[Address, Message]]) -> None:
@@ -448,13 +589,16 @@ class KafkaReader:
         really let go."""
         if not hold and not self._held:
             return
-        assigned = {(place.topic, place.partition) for place in self._consumer.assignment()}
+        assigned = set(self._assigned())
         if hold:  # also what was assigned since the last time
-            self._consumer.pause([TopicPartition(*place) for place in assigned])
+            self._consumer.pause([_partition_at(self._connection, place) for place in assigned])
             self._held |= assigned
         else:
-            self._consumer.resume([TopicPartition(*place) for place in self._held & assigned])
+            self._consumer.resume([_partition_at(self._connection, place) for place in self._held & assigned])
             self._held -= assigned
+
+    def _assigned(self) -> list[tuple[str, int]]:
+        return [(self._connection.plain(place.topic), place.partition) for place in self._consumer.assignment()]
 
     def _fetched(self, messages_max: int) -> Iterator[Message]:
         """What was fetched already, as far as it fits into one poll."""
@@ -468,7 +612,7 @@ class KafkaReader:
             yield from messages
 
     def commit(self, positions: Sequence[Position] | None = None) -> None:
-        offsets = self.offsets() if positions is None else [_topic_partition(position) for position in positions]
+        offsets = self.offsets() if positions is None else [self._at(position) for position in positions]
         if not offsets:
             return
         try:
@@ -476,31 +620,31 @@ class KafkaReader:
         except KafkaException as error:
             if error.args[0].code() in _REBALANCE_ERRORS:
                 raise Rebalanced(f"positions were not committed: {error}") from error
-            raise LogUnavailable(f"positions were not committed: {error}") from error
+            raise self._connection.error(error.args[0], "commit positions") from error
 
     def positions(self) -> list[Position]:
         return [Position(topic=t, partition=p, offset=offset) for (t, p), offset in sorted(self._next.items())]
 
     def offsets(self) -> list[TopicPartition]:
-        return [TopicPartition(topic, partition, offset) for (topic, partition), offset in self._next.items()]
+        return [_partition_at(self._connection, place, offset) for place, offset in self._next.items()]
 
     def seek(self, positions: Iterable[Position]) -> None:
         for position in positions:
-            self._consumer.seek(_topic_partition(position))
+            self._consumer.seek(self._at(position))
             self._next[position.topic, position.partition] = position.offset
             self._ends_seen.pop((position.topic, position.partition), None)
 
     def seek_before_end(self, messages: int) -> None:
-        assigned = [(partition.topic, partition.partition) for partition in self._consumer.assignment()]
+        assigned = self._assigned()
         starts = {place: max(0, end - messages) for place, end in self._ends(assigned).items()}
         # assigned anew: a partition that was not fetched from yet cannot be sought
-        self._consumer.assign([TopicPartition(*place, offset) for place, offset in starts.items()])
+        self._consumer.assign([_partition_at(self._connection, place, offset) for place, offset in starts.items()])
         self._next = dict(starts)
         self._starts = starts
         self._ends_seen.clear()
 
     def caught_up(self) -> bool:
-        assigned = [(partition.topic, partition.partition) for partition in self._consumer.assignment()]
+        assigned = self._assigned()
         if not assigned:
             return False
         ends = self._ends(assigned)
@@ -509,7 +653,10 @@ class KafkaReader:
     def _ends(self, places: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
         # by a connection of its own: on the reader's, each answer would wait for a fetch that waits for messages
         with self._questions.client() as admin:
-            return _ends(admin, places)
+            return _ends(self._connection, admin, places)
+
+    def _at(self, position: Position) -> TopicPartition:
+        return _partition_at(self._connection, (position.topic, position.partition), position.offset)
 
     def group_metadata(self) -> object:
         return self._consumer.consumer_group_metadata()
@@ -517,20 +664,34 @@ class KafkaReader:
     def close(self) -> None:
         self._consumer.close()
 
-    def _assign_all(self, offset: int) -> None:
-        partitions: list[TopicPartition] = []
-        for name in self._topics:
-            topic = _asked(lambda name=name: self._consumer.list_topics(name, timeout=_ASK_SECONDS)).topics[name]  # type: ignore[misc]
-            if topic.error is not None or not topic.partitions:
-                raise LogUnavailable(f"topic {name} cannot be read: {topic.error or 'it has no partitions yet'}")
-            partitions += [TopicPartition(name, partition, offset) for partition in topic.partitions]
-        self._consumer.assign(partitions)
+    def _assign_all(self, offset: int, start: Sequence[Position] = ()) -> None:
+        with self._questions.client() as admin:
+            places = _partitions(self._connection, admin, self._topics)
+        starts = self._checked_starts(start)
+        assigned = [_partition_at(self._connection, place, starts.get(place, offset)) for place in places]
+        self._consumer.assign(assigned)
+        # a partition on which nothing has come since its start delivers nothing, and must count as read all the same
+        self._next.update(starts)
+
+    def _checked_starts(self, start: Sequence[Position]) -> dict[tuple[str, int], int]:
+        """Where reading begins. Raises LogBroken when events after a start are gone that should be there."""
+        starts = {(p.topic, p.partition): p.offset for p in start if p.topic in self._topics}
+        if not starts:
+            return {}
+        with self._questions.client() as admin:
+            oldest = _starts(self._connection, admin, starts)
+            _require_before_end(self._connection, admin, starts, "this reader")
+        for place, offset in starts.items():
+            if offset < oldest[place]:
+                _require_forgetful(place, offset, oldest[place], "this reader")
+        return {place: max(offset, oldest[place]) for place, offset in starts.items()}
 
     def _forget(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         """What was taken away belongs to another member now: committing it from here would undo its work."""
         for partition in partitions:
-            self._next.pop((partition.topic, partition.partition), None)
-            self._ends_seen.pop((partition.topic, partition.partition), None)
+            place = (self._connection.plain(partition.topic), partition.partition)
+            self._next.pop(place, None)
+            self._ends_seen.pop(place, None)
 
 
 class KafkaTransactor:
@@ -540,27 +701,24 @@ class KafkaTransactor:
     and the coordinator agree that it is over. A time of our own could end in between, with the two of two minds.
     """
 
-    def __init__(self, bootstrap_servers: str, codec: Codec, name: str) -> None:
-        self._settings = _producer_settings(bootstrap_servers) | {
-            "transactional.id": name,
-            "transaction.timeout.ms": int(_TRANSACTION_SECONDS * 1000),
-            # a broker that starts says at first that there is none. Other clients must then begin anew, or they would never
-            # hear of it again; an open transaction of librdkafka 2.16 that does so waits until its time is up. This
-            # client may lose its broker for good instead: then its next transaction fails, and it is made anew
-            "metadata.recovery.strategy": "none",
-        }
+    def __init__(self, connection: Connection, codec: Codec, name: str, guard: Guard) -> None:
+        self._connection = connection
+        self._guard = guard
+        self._name = name
         self._codec = codec
         self._producer = self._initialised()
 
     def commit(self, events: Sequence[Event], reader: Reader) -> None:
         assert isinstance(reader, KafkaReader)
-        # before the transaction begins: an event that cannot be encoded must not leave one open
+        # before the transaction begins: an event that cannot be written must not leave one open
+        for event in events:
+            self._guard.write(type(event))
         messages = [(topic_of(event), event, self._codec.encode(event)) for event in events]
         try:
             self._producer.begin_transaction()
             for topic, event, value in messages:
-                self._produce(topic.name, value, topic.key(event).encode())
-            self._producer.send_offsets_to_transaction(reader.offsets(), reader.group_metadata(), _ASK_SECONDS)
+                self._produce(self._connection.name(topic.name), value, topic.key(event).encode())
+            self._producer.send_offsets_to_transaction(reader.offsets(), reader.group_metadata(), ASK_SECONDS)
             self._producer.commit_transaction()
         except KafkaException as error:
             self._abandon(error)
@@ -570,14 +728,25 @@ class KafkaTransactor:
             self._producer.flush(1.0)
 
     def _initialised(self) -> Producer:
-        producer = Producer(self._settings)
+        Questions(
+            self._connection
+        ).require_known()  # else a wrong password would be tried for as long as the next call waits
+        producer = Producer(self._settings())
         try:
             producer.init_transactions(_TRANSACTION_SECONDS)
         except KafkaException as error:
-            raise LogUnavailable(
-                f"transactional id {self._settings['transactional.id']} was not granted: {error}"
-            ) from error
+            raise self._connection.error(error.args[0], f"take transactional id {self._name}") from error
         return producer
+
+    def _settings(self) -> dict[str, Any]:
+        return _producer_settings(self._connection, Refusals()) | {
+            "transactional.id": self._connection.name(self._name),
+            "transaction.timeout.ms": int(_TRANSACTION_SECONDS * 1000),
+            # a broker that starts says at first that there is none. Other clients must then begin anew, or they would never
+            # hear of it again; an open transaction of librdkafka 2.16 that does so waits until its time is up. This
+            # client may lose its broker for good instead: then its next transaction fails, and it is made anew
+            "metadata.recovery.strategy": "none",
+        }
 
     def _produce(self, topic: str, value: bytes, key: bytes) -> None:
         while True:
@@ -588,27 +757,30 @@ class KafkaTransactor:
                 self._producer.poll(0.05)
 
     def _abandon(self, error: KafkaException) -> NoReturn:
-        """Ends in Fenced, LogBroken or LogUnavailable, with the transaction undone or, in doubt, done or undone."""
+        """Ends in Fenced, LogBroken, NotAllowed or LogUnavailable, with the transaction undone or, in doubt, done or undone."""
         self._raise_if_final(error)
+        refusal = self._connection.error(error.args[0], f"write as {self._name}")
         try:
             self._producer.abort_transaction()
         except KafkaException as indefinite:
             self._raise_if_final(indefinite)  # a new producer would take the id back from whoever has it now
-            logger.warning("transaction.in_doubt", name=self._settings["transactional.id"], reason=str(indefinite))
+            logger.warning("transaction.in_doubt", name=self._name, reason=str(indefinite))
             # of a commit that timed out nobody knows the end: a new producer waits for it, or aborts what was open
             self._producer = self._initialised()
             raise LogUnavailable(f"the transaction ended in doubt and was abandoned: {error}") from indefinite
+        if isinstance(refusal, NotAllowed):
+            raise refusal from error
         raise LogUnavailable(f"the transaction was aborted: {error}") from error
 
     def _raise_if_final(self, error: KafkaException) -> None:
         cause: KafkaError = error.args[0]
         if cause.code() in _FENCED_ERRORS:
             raise Fenced(
-                f"another instance took over {self._settings['transactional.id']}, or a transaction was held for more than "
+                f"another instance took over {self._name}, or a transaction was held for more than "
                 f"{_TRANSACTION_SECONDS:g} s: {cause}"
             ) from error
         if cause.fatal():
-            raise LogBroken(f"the producer of {self._settings['transactional.id']} cannot go on: {cause}") from error
+            raise LogBroken(f"the producer of {self._name} cannot go on: {cause}") from error
 
 
 _FENCED_ERRORS = {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
@@ -618,49 +790,145 @@ _REBALANCE_ERRORS = {
     KafkaError.UNKNOWN_MEMBER_ID,
     KafkaError._ASSIGNMENT_LOST,
 }
+_LEADER_ERRORS = {
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+}
 _PASSING_ERRORS = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._MAX_POLL_EXCEEDED}
 
 
-def _create(admin: AdminClient, topics: list[NewTopic]) -> None:
-    """Returns when they exist, whoever made them: workers start side by side."""
-    for future in admin.create_topics(topics, operation_timeout=_ASK_SECONDS).values():
-        try:
-            future.result()
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                _raise_unavailable(error.args[0])
+def _forgets(topic: str) -> bool:
+    """Whether events of the topic are removed by age or by key, so that a position may rightly be gone."""
+    found = TOPIC_BY_NAME.get(topic)
+    return found is not None and (found.compacted or found.retention_milliseconds != FOREVER)
 
 
-def _asked[Answer](question: Callable[[], Answer]) -> Answer:
-    """The broker's answer. Raises LogUnavailable."""
+def _require_forgetful(place: tuple[str, int], position: int, oldest: int, who: str) -> None:
+    if not _forgets(place[0]):
+        raise LogBroken(
+            f"{who} is to read {place[0]}/{place[1]} from {position}, and the oldest event there is {oldest}: "
+            f"{oldest - position} events were removed unread. Restore them, or start a new run"
+        )
+
+
+def _require_before_end(
+    connection: Connection, admin: AdminClient, positions: Mapping[tuple[str, int], int], who: str
+) -> None:
+    """Raises LogBroken when a position is beyond the end of its partition, and stays there: a broker that has just become
+    the leader may tell an older end for a moment."""
+    until = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        ends = _ends(connection, admin, positions)
+        beyond = [place for place, offset in positions.items() if offset > ends[place]]
+        if not beyond:
+            return
+        if time.monotonic() > until:
+            raise LogBroken(beyond_end(beyond[0], positions[beyond[0]], ends[beyond[0]], who))
+        time.sleep(0.2)
+
+
+def _partitions(connection: Connection, admin: AdminClient, topics: Sequence[str]) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    known = _asked(connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics").topics
+    for topic in topics:
+        name = connection.name(topic)
+        # a broker that starts knows no topics, or no partitions of them, and a lag of nothing would be no lag
+        if name not in known or known[name].error is not None or not known[name].partitions:
+            _raise_unknown(connection, admin, topic, known)
+        found += [(topic, partition) for partition in known[name].partitions]
+    return found
+
+
+def _raise_unknown(connection: Connection, admin: AdminClient, topic: str, known: Iterable[str]) -> NoReturn:
+    """Topics that a program may not see are missing from the list; asked for by name, the broker says why."""
+    name = connection.name(topic)
+    found = _asked(connection, lambda: admin.list_topics(name, timeout=ASK_SECONDS), f"ask for topic {name}").topics[
+        name
+    ]
+    if found.error is not None and isinstance(
+        refusal := connection.error(found.error, f"see topic {name}"), NotAllowed
+    ):
+        raise refusal
+    prefixes = prefixes_of(known)
+    if prefixes and connection.log.topic_prefix not in prefixes:
+        raise BadInput(
+            f"there are no topics with topic_prefix {connection.log.topic_prefix!r} on {connection.log.bootstrap_servers}; "
+            f"there are with {', '.join(map(repr, prefixes))}: correct topic_prefix in [log], or make the topics with "
+            "`replayground up`"
+        )
+    raise LogUnavailable(f"the broker does not know topic {topic}, or not yet")
+
+
+def prefixes_of(topics: Iterable[str]) -> list[str]:
+    """The prefixes under which every topic of the map is among these."""
+    names = set(topics)
+    first = TOPICS[0].name
+    prefixes = {name[: -len(first)] for name in names if name.endswith(first)}
+    return sorted(prefix for prefix in prefixes if all(prefix + topic.name in names for topic in TOPICS))
+
+
+def _asked[Answer](connection: Connection, question: Callable[[], Answer], doing: str) -> Answer:
+    """The broker's answer. Raises LogUnavailable or NotAllowed."""
     try:
         return question()
     except KafkaException as error:
-        raise LogUnavailable(f"the broker refused or did not answer: {error}") from error
+        raise connection.error(error.args[0], doing) from error
+    except TimeoutError as error:
+        raise LogUnavailable(f"cannot {doing}: no broker answers") from error
 
 
-def _raise_unavailable(error: KafkaError) -> NoReturn:
-    raise LogUnavailable(f"the broker reports: {error}")
-
-
-def _ends(admin: AdminClient, partitions: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+def _ends(
+    connection: Connection, admin: AdminClient, partitions: Iterable[tuple[str, int]]
+) -> dict[tuple[str, int], int]:
     """The next offset of each partition, in one question."""
-    return _offsets(admin, partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
+    return _offsets(connection, admin, partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
 
 
-def _starts(admin: AdminClient, partitions: Iterable[tuple[str, int]]) -> dict[tuple[str, int], int]:
+def _starts(
+    connection: Connection, admin: AdminClient, partitions: Iterable[tuple[str, int]]
+) -> dict[tuple[str, int], int]:
     """The oldest offset of each partition that has not been forgotten, in one question."""
-    return _offsets(admin, partitions, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
+    return _offsets(connection, admin, partitions, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
 
 
 def _offsets(
-    admin: AdminClient, partitions: Iterable[tuple[str, int]], which: OffsetSpec
+    connection: Connection, admin: AdminClient, partitions: Iterable[tuple[str, int]], which: OffsetSpec
 ) -> dict[tuple[str, int], int]:
-    futures = admin.list_offsets({TopicPartition(*partition): which for partition in partitions})
-    offsets = {
-        (place.topic, place.partition): int(_asked(partial(future.result, timeout=_ASK_SECONDS)).offset)
-        for place, future in futures.items()
-    }
+    """Asks again while a partition changes its leader: the client may still know the one before."""
+    places = list(partitions)
+    until = time.monotonic() + ASK_SECONDS
+    while True:
+        try:
+            return _offsets_now(connection, admin, places, which)
+        except _LeaderMoved as error:
+            if time.monotonic() > until:
+                raise LogUnavailable(str(error)) from error
+            time.sleep(0.5)
+            _asked(connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics")  # who leads now
+
+
+class _LeaderMoved(LogUnavailable):
+    """Another broker leads the partition now."""
+
+
+def _offsets_now(
+    connection: Connection, admin: AdminClient, partitions: Sequence[tuple[str, int]], which: OffsetSpec
+) -> dict[tuple[str, int], int]:
+    futures = admin.list_offsets({_partition_at(connection, place): which for place in partitions})
+    offsets: dict[tuple[str, int], int] = {}
+    for place, future in futures.items():
+        doing = f"ask for the offsets of {place.topic}/{place.partition}"
+        try:
+            answer = _asked(connection, partial(future.result, timeout=ASK_SECONDS), doing)
+        except LogUnavailable as error:
+            cause = error.__cause__
+            if isinstance(cause, KafkaException) and cause.args[0].code() in _LEADER_ERRORS:
+                raise _LeaderMoved(str(error)) from error
+            raise
+        offsets[connection.plain(place.topic), place.partition] = int(answer.offset)
     for (topic, partition), offset in offsets.items():
         if offset < 0:  # not known: a reader that took it for the end would believe it has read everything
             raise LogUnavailable(f"the broker does not know where {topic}/{partition} ends, or not yet")
@@ -690,10 +958,11 @@ def _partition(message: Message) -> int:
     return partition
 
 
-def _address(message: Message) -> Address:
+def _address(connection: Connection, message: Message) -> Address:
     """Of a message without an error, which has all three."""
-    return Address(message.topic(), message.partition(), message.offset())  # type: ignore[arg-type]
+    return Address(connection.plain(message.topic()), message.partition(), message.offset())  # type: ignore[arg-type]
 
 
-def _topic_partition(position: Position) -> TopicPartition:
-    return TopicPartition(position.topic, position.partition, position.offset)
+def _partition_at(connection: Connection, place: tuple[str, int], offset: int | None = None) -> TopicPartition:
+    name = connection.name(place[0])
+    return TopicPartition(name, place[1]) if offset is None else TopicPartition(name, place[1], offset)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from schemas.codec import Codec
-from schemas.errors import Fenced, LogUnavailable
+from schemas.errors import Fenced, LogBroken, LogUnavailable
 from schemas.events import Address, Event, Position
 from schemas.ids import now_microseconds
 from schemas.topics import TOPICS, topic_of
 from streams.log.partitioner import partition_of
-from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread, delivered
+from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread, beyond_end, delivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,31 @@ class MemoryLog:
     def flush(self, timeout_seconds: float = 30.0) -> None:
         """Everything is acknowledged as it is appended."""
 
-    def reader(self, topics: Sequence[str], group: str | None = None, *, alone: bool = False) -> "MemoryReader":
-        return MemoryReader(self, topics, group)
+    def reader(
+        self,
+        topics: Sequence[str],
+        group: str | None = None,
+        *,
+        alone: bool = False,
+        start: Sequence[Position] = (),
+    ) -> "MemoryReader":
+        if group is not None:
+            self.begin_group(group, topics, start)
+        return MemoryReader(self, topics, group, start)
+
+    def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
+        starts = {(position.topic, position.partition): position.offset for position in start}
+        with self._changed:
+            ends = self.ends(self.partitions_of(topics))
+            for place, end in ends.items():
+                first = self._committed.get((group, *place), starts.get(place, 0))
+                if first > end:
+                    raise LogBroken(beyond_end(place, first, end, f"group {group}"))
+                self._committed[(group, *place)] = first
+
+    def end_positions(self, topics: Sequence[str]) -> list[Position]:
+        ends = self.ends(self.partitions_of(topics))
+        return [Position(topic=topic, partition=partition, offset=end) for (topic, partition), end in ends.items()]
 
     def transactor(self, name: str) -> "MemoryTransactor":
         with self._changed:
@@ -92,8 +115,9 @@ class MemoryLog:
                     oldest[place[0]].append(stored.timestamp_milliseconds)
             return {topic: Unread(min(found, default=None)) for topic, found in oldest.items()}
 
-    def messages(self, topics: Sequence[str]) -> Iterator[RawMessage]:
-        places = dict.fromkeys(self.partitions_of(topics), 0)
+    def messages(self, topics: Sequence[str], start: Sequence[Position] = ()) -> Iterator[RawMessage]:
+        starts = {(position.topic, position.partition): position.offset for position in start}
+        places = {place: starts.get(place, 0) for place in self.partitions_of(topics)}
         for address, stored in self.fetch(places, sum(self.ends(places).values()), 0.0):
             yield RawMessage(address, stored.key, stored.value)
 
@@ -164,12 +188,19 @@ class MemoryLog:
 class MemoryReader:
     """See streams.log.protocol.Reader."""
 
-    def __init__(self, log: MemoryLog, topics: Sequence[str], group: str | None) -> None:
+    def __init__(
+        self, log: MemoryLog, topics: Sequence[str], group: str | None, start: Sequence[Position] = ()
+    ) -> None:
         self._log = log
         self._group = group
+        starts = {(position.topic, position.partition): position.offset for position in start}
         self._next = {
-            place: log.committed(group, place) if group is not None else 0 for place in log.partitions_of(topics)
+            place: log.committed(group, place) if group is not None else starts.get(place, 0)
+            for place in log.partitions_of(topics)
         }
+        for place, end in log.ends(self._next).items():
+            if self._next[place] > end:
+                raise LogBroken(beyond_end(place, self._next[place], end, "this reader"))
         self._polled: set[tuple[str, int]] = set()
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:

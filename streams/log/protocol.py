@@ -35,6 +35,14 @@ def delivered(
         return Delivery(address, key, value, None, str(error))
 
 
+def beyond_end(place: tuple[str, int], offset: int, end: int, who: str) -> str:
+    """Why `who` cannot read from `offset` on, for a LogBroken."""
+    return (
+        f"{who} is to read {place[0]}/{place[1]} from {offset}, and the topic ends at {end}: this is another log than the one "
+        "that the position was taken from, or its end was lost. Check the addresses of the log, or start a new run"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RawMessage:
     """One message of the log as bytes."""
@@ -108,6 +116,10 @@ class Unread:
 class Log(Protocol):
     """A typed log."""
 
+    @property
+    def codec(self) -> Codec:
+        """Turns its events into bytes and back."""
+
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
         """Queues an event; blocks while the queue is full. `acknowledged` is called from flush or a later append."""
 
@@ -117,10 +129,27 @@ class Log(Protocol):
     def flush(self, timeout_seconds: float = 30.0) -> None:
         """Returns when everything appended is acknowledged by the log. Raises LogUnavailable otherwise."""
 
-    def reader(self, topics: Sequence[str], group: str | None = None, *, alone: bool = False) -> Reader:
-        """With a group: partitions are shared among its members and reading goes on where the group committed. Alone, it
-        has every partition of the group for itself: for whoever holds a transactional id, which keeps all others out.
-        Without a group: this reader reads every partition from the beginning and commits nothing."""
+    def reader(
+        self,
+        topics: Sequence[str],
+        group: str | None = None,
+        *,
+        alone: bool = False,
+        start: Sequence[Position] = (),
+    ) -> Reader:
+        """With a group: partitions are shared among its members and reading goes on where the group committed, see
+        begin_group. Alone, it has every partition of the group for itself: for whoever holds a transactional id, which
+        keeps all others out. Without a group: this reader reads every partition from `start`, or from the beginning where
+        `start` does not name it, and commits nothing. Raises LogBroken when what is to be read first is gone."""
+
+    def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
+        """Gives a group a position on every partition that it has none on: that of `start`, else the beginning. What it has
+        committed stays. Raises LogBroken when a position is beyond the end of its partition, or no longer on the log, so
+        that events would be skipped unread; topics that forget by age or by key are read from their oldest event instead.
+        Safe to call at any time."""
+
+    def end_positions(self, topics: Sequence[str]) -> list[Position]:
+        """The position after the newest event of every partition. Raises LogUnavailable."""
 
     def transactor(self, name: str) -> Transactor:
         """Takes over the transactional id `name`; an earlier holder is fenced. Uncommitted work of it is aborted."""
@@ -137,8 +166,9 @@ class Log(Protocol):
     def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
         """How old the oldest message of each topic is that the group has not committed. Raises LogUnavailable."""
 
-    def messages(self, topics: Sequence[str]) -> Iterator[RawMessage]:
-        """Everything that is on these topics now, as bytes, tombstones too. Raises LogUnavailable."""
+    def messages(self, topics: Sequence[str], start: Sequence[Position] = ()) -> Iterator[RawMessage]:
+        """Everything that is on these topics now, from `start` on where it names a partition, as bytes, tombstones too.
+        Raises LogUnavailable."""
 
     def make_topics(self) -> None:
         """Makes the topics of the map that do not exist yet; raises BadInput when one exists otherwise than mapped."""

@@ -1,4 +1,4 @@
-"""How much better than its group a trajectory did (GRPO.md)."""
+"""How much better than its group a trajectory did (docs/learning.md)."""
 
 import math
 from collections.abc import Sequence

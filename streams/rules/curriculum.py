@@ -9,6 +9,7 @@ Sums are exact fractions: the order in which facts are read changes nothing, to 
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -36,9 +37,13 @@ class PassRates:
         self._half_life_versions = half_life_versions
         self._seen: dict[str, dict[int, tuple[Fraction, int]]] = {}
         "family -> version -> sum of rewards, and of how many members"
+        self._oldest = -math.inf
+        "what is older is forgotten, whether it was read before or is read after"
 
     def observe(self, family: str, version: int, reward_mean: float, members: int) -> None:
         """A group of so many judged members. Rewards outside of 0 to 1 count as the nearer end."""
+        if version < self._oldest:
+            return
         reward = Fraction(min(1.0, max(0.0, reward_mean)))
         rewards, count = self._seen.setdefault(family, {}).get(version, (Fraction(0), 0))
         self._seen[family][version] = (rewards + reward * members, count + members)
@@ -66,11 +71,22 @@ class PassRates:
         return worth if band.low <= successes / total <= band.high else worth * band.outside
 
     def forget_before(self, version: int) -> None:
-        """Lets go of what is too old to matter at `version`."""
-        oldest = version - _FORGOTTEN_HALF_LIVES * self._half_life_versions
-        for seen in self._seen.values():
-            for seen_at in [seen_at for seen_at in seen if seen_at < oldest]:
+        """Lets go of what is too old to matter at `version`, and of families of which nothing is left."""
+        self._oldest = max(self._oldest, version - _FORGOTTEN_HALF_LIVES * self._half_life_versions)
+        for family, seen in list(self._seen.items()):
+            for seen_at in [seen_at for seen_at in seen if seen_at < self._oldest]:
                 del seen[seen_at]
+            if not seen:
+                del self._seen[family]
+
+    @property
+    def seen(self) -> Mapping[str, Mapping[int, tuple[Fraction, int]]]:
+        """All that is known: family -> version -> sum of rewards, and of how many members."""
+        return self._seen
+
+    def restore(self, seen: Mapping[str, Mapping[int, tuple[Fraction, int]]]) -> None:
+        """Knows this instead of whatever it knew."""
+        self._seen = {family: dict(by_version) for family, by_version in seen.items()}
 
 
 def family_of(tags: Mapping[str, str], names: tuple[str, ...]) -> str:

@@ -4,7 +4,7 @@ rejects too much stops instead of emptying the log into the dead letters."""
 from collections import deque
 
 from schemas.errors import ReplaygroundError
-from schemas.events import EventRejected, Meta
+from schemas.events import Address, EventRejected, Meta
 from schemas.ids import derived_id
 from streams.log.protocol import Delivery
 
@@ -35,6 +35,12 @@ def rejected(run_id: str, stage: str, delivery: Delivery, reason: str, timestamp
         stage=stage,
         reason=reason,
     )
+
+
+def given_up(run_id: str, stage: str, key: bytes, began_at: Address, reason: str, timestamp: int) -> EventRejected:
+    """The fact that `stage` no longer waits for what belongs to a key. Its messages were taken, so none is repeated here."""
+    delivery = Delivery(began_at, key, b"", None, reason)
+    return rejected(run_id, stage, delivery, reason, timestamp)
 
 
 class RejectLimit:

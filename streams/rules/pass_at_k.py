@@ -1,4 +1,4 @@
-"""pass@k and pass^k, unbiased, over tasks with several attempts each (GRPO.md, figures of evaluation)."""
+"""pass@k and pass^k, unbiased, over tasks with several attempts each (docs/learning.md)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

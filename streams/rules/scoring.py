@@ -35,8 +35,52 @@ def scorers_by_name(own: Iterable[Scorer]) -> Mapping[str, Scorer]:
     return scorers
 
 
-def judged(trajectory: TrajectoryAssembled, scorer: Scorer) -> Score:
-    """An infrastructure error is nobody's fault and a cancelled member has nothing to judge: both are excluded."""
+SCORE_MAX = 1e9
+"greatest score either way: sums and squares of such scores are finite, so the advantages of a group are"
+_REASON_CHARACTERS_MAX = 500
+
+
+def judged(trajectory: TrajectoryAssembled, name: str, scorers: Mapping[str, Scorer]) -> Score:
+    """The judgement of the scorer of this name. Total: whatever cannot be judged is excluded with the reason, or its group
+    would wait for a reward for ever.
+
+    An infrastructure error is nobody's fault and a cancelled member has nothing to judge: both are excluded.
+    Not covered: a scorer that never returns."""
     if trajectory.ended_by in ("infra_error", "cancelled"):
         return Score(score=0.0, excluded_because=trajectory.ended_by, evidence=trajectory.reason or "")
-    return scorer.score(trajectory)
+    if name not in scorers:
+        known = ", ".join(sorted(scorers))
+        return _excluded(f"no scorer is called {name}; there are {known}")
+    try:
+        return _checked(scorers[name].score(trajectory))
+    except (Exception, SystemExit) as error:
+        return _excluded(f"scorer failed: {_described(error)}")
+
+
+def _checked(score: object) -> Score:
+    """A score that can be written to the log and counted with. Raises TypeError, ValueError."""
+    if not isinstance(score, Score):
+        raise TypeError(f"it returned {type(score).__name__} instead of Score")
+    checked = Score(
+        score=float(score.score),
+        parts={str(name): float(value) for name, value in score.parts.items()},
+        evidence=str(score.evidence),
+        excluded_because=None if score.excluded_because is None else str(score.excluded_because),
+    )
+    for value in (checked.score, *checked.parts.values()):
+        if not abs(value) <= SCORE_MAX:  # true of NaN too
+            raise ValueError(f"{value} is not a number between -{SCORE_MAX:g} and {SCORE_MAX:g}")
+    for text in (checked.evidence, checked.excluded_because or "", *checked.parts):
+        text.encode()  # a lone surrogate cannot be written as UTF-8
+    return checked
+
+
+def _excluded(reason: str) -> Score:
+    return Score(score=0.0, excluded_because=reason.encode("utf-8", "backslashreplace").decode())
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS_MAX]
+    except Exception:  # an exception of somebody's own may not even be printable
+        return type(error).__name__

@@ -1,4 +1,4 @@
-"""How old experience may be, and how far sampling may run ahead of training (GRPO.md).
+"""How old experience may be, and how far sampling may run ahead of training (docs/learning.md).
 
 The cutter decides by these rules which groups come into a batch, and the scheduler which of them it need not wait for.
 """

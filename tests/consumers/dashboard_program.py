@@ -1,4 +1,4 @@
-"""The parts of the traces program over a log in memory with a whole run on it, until standard input is closed.
+"""The parts of the traces program over a log in memory with two runs on it, until standard input is closed.
 
 A process of its own, as in life: NiceGUI has one application per process and looks at every object in it.
     python -m tests.consumers.dashboard_program <folder> <port>
@@ -9,7 +9,7 @@ import threading
 
 from consumers.clickhouse.store import Store
 from consumers.config import TracesSettings
-from consumers.dashboard.web import WebServer
+from consumers.dashboard.web import Source, WebServer
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.lag_watch import LagWatch
 from schemas.blobs import Blobs
@@ -17,20 +17,21 @@ from schemas.codec import Codec
 from schemas.metrics import Pulse
 from schemas.registry import MemoryRegistry
 from streams.log.memory import MemoryLog
-from tests.consumers.synthetic_run import SyntheticRun, run_of
+from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
 
+OLDER = run_of(steps=5, demonstrations=4, run_id="run-0")
 RUN = run_of(steps=12, demonstrations=10)
 
 
 def main() -> None:
     folder, port = sys.argv[1], int(sys.argv[2])
     log = MemoryLog(Codec(MemoryRegistry(), Blobs(f"file://{folder}/blobs")))
-    for event in SyntheticRun(RUN, evaluation_tasks=20).events():
-        log.append(event)
+    SyntheticRun(OLDER, evaluation_tasks=4, ended="stopped").append_to(log)
+    SyntheticRun(RUN, evaluation_tasks=20).append_to(log)
     settings = TracesSettings(dsn=f"chdb://{folder}/store", port=port, flush_seconds=0.1)
     store = Store(settings.dsn, settings.database, threads=1)
-    writer, lag, stop = TraceWriter(log, store, RUN, settings, Pulse()), LagWatch(log, RUN, Pulse()), threading.Event()
-    web = WebServer(store, log, RUN, settings, lag, writer)
+    writer, lag, stop = TraceWriter(log, store, FIELD_RUN, settings, Pulse()), LagWatch(log, Pulse()), threading.Event()
+    web = WebServer(store, settings, Source(log, lag, writer))
     writing = threading.Thread(target=writer.write_until, args=(stop,))
     writing.start()
     web.start()

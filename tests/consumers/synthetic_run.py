@@ -2,29 +2,36 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from schemas.events import (
     Address,
+    AttemptEnded,
     BatchCut,
     BatchMember,
     ControlIssued,
     EndedBy,
+    EndReason,
     Event,
     EventRejected,
     GroupCompleted,
     GroupMember,
     Meta,
+    Position,
     Probe,
     Purpose,
     RewardAssigned,
     RolloutEnded,
     RolloutRequested,
     RolloutStarted,
+    RunEnded,
+    RunResumed,
+    RunStarted,
     Sampling,
     Segment,
+    SnapshotTaken,
     StepKind,
     StepTaken,
     Task,
@@ -42,7 +49,10 @@ from schemas.events import (
 )
 from schemas.ids import derived_id
 from schemas.packed import pack_logprobs, pack_tokens
-from schemas.run import JobSettings, Run
+from schemas.run import FIELD, JobSettings, LogSettings, Run
+from schemas.topics import TOPICS
+from streams.log.protocol import Log
+from streams.rules.runs import RunState, fold
 
 BEGAN = 1_790_000_000_000_000
 SERVER = "http://127.0.0.1:8100"
@@ -56,11 +66,22 @@ def run_of(steps: int, demonstrations: int, blobs_url: str = "file:///tmp/none",
         run_id=run_id,
         seed=3,
         job=job,
-        bootstrap_servers="",
-        registry_url="",
+        log=LogSettings(),
         blobs_url=blobs_url,
         worker="traces",
     )
+
+
+FIELD_RUN = Run(
+    run_id=FIELD,
+    seed=0,
+    job=JobSettings(),
+    log=LogSettings(),
+    blobs_url="file:///tmp/none",
+    program="traces",
+    worker="traces",
+)
+"what the traces program is told"
 
 
 class Ids(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,26 +96,79 @@ class Ids(msgspec.Struct, frozen=True, kw_only=True):
 class SyntheticRun:
     """Writes the events of a run in the order of the flow; time moves on by itself."""
 
-    def __init__(self, run: Run, evaluation_tasks: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        run: Run,
+        evaluation_tasks: int,
+        seed: int = 0,
+        began: int = BEGAN,
+        ended: EndReason | None = "finished",
+    ) -> None:
         self.run = run
-        self.now = BEGAN
+        self.now = began
+        self._ended = ended
         self._evaluation_tasks = evaluation_tasks
         self._chance = random.Random(seed)
         self._numbers = 0
         self._rollouts = 0
         self._offset = 0
 
-    def events(self) -> Iterator[Event]:
-        """The whole run: demonstrations, cold start, evaluations, training, end."""
+    def append_to(self, log: Log) -> list[Event]:
+        """Puts the run on a log that may have others on it; returns its events."""
+        events = list(self.events(log.end_positions([topic.name for topic in TOPICS])))
+        for event in events:
+            log.append(event)
+        log.flush()
+        return events
+
+    def state(self) -> RunState:
+        """What the facts of the run come to."""
+        return fold(SyntheticRun(self.run, self._evaluation_tasks, ended=self._ended).events())[self.run.run_id]
+
+    def events(self, positions: Sequence[Position] = ()) -> Iterator[Event]:
+        """The whole run: demonstrations, cold start, evaluations, training, end. It was resumed once."""
+        yield self._started(positions)
         yield from self._weights(0, "initial")
         for _ in range(self.run.job.demonstrations):
             yield from self._rollout("demonstrations", "demonstrate", 0, 0.4)[0]
         yield from self._weights(1, "sft")
         yield from self._evaluation(1, 0.4, ("sampled", "greedy"))
+        yield self._resumed()
         for step in range(1, self.run.job.steps + 1):
             yield from self._step(step)
         yield from self._evaluation(self.run.job.first_version + self.run.job.steps, 0.9, ("sampled", "greedy"))
         yield self._rejected()
+        if self._ended is not None:
+            yield self._run_ended(self._ended)
+
+    def _started(self, positions: Sequence[Position]) -> RunStarted:
+        return RunStarted(
+            meta=self._meta("runs", "run"),
+            kind="practise",
+            config=msgspec.json.encode({"job": self.run.job}).decode(),
+            files=[],
+            seed=self.run.seed,
+            code_version="one",
+            packages={"torch": "2"},
+            positions=list(positions),
+            started_by="ann@here",
+        )
+
+    def _resumed(self) -> RunResumed:
+        meta = self._meta("runs", "run")
+        return RunResumed(meta=meta, start=1, code_version="two", packages={}, started_by="bob@there")
+
+    def _run_ended(self, reason: EndReason) -> RunEnded:
+        return RunEnded(meta=self._meta("runs", "run"), reason=reason, detail="it is over", start=1)
+
+    def _snapshot(self) -> SnapshotTaken:
+        return SnapshotTaken(
+            meta=self._meta("snapshots", "snapshot"),
+            program="scheduler",
+            code_version="1",
+            positions=[Position(topic="tasks", partition=0, offset=7)],
+            state=b"a state of some size",
+        )
 
     def _evaluation(self, version: int, chance: float, kinds: tuple[str, ...]) -> Iterator[Event]:
         yield self._control("hold", version)
@@ -106,7 +180,7 @@ class SyntheticRun:
     def _step(self, step: int) -> Iterator[Event]:
         job = self.run.job
         version = job.first_version + step - 1
-        chance = 0.4 + 0.5 * step / job.steps
+        chance = 0.4 + 0.5 * step / max(1, job.steps)
         groups: list[GroupCompleted] = []
         for _ in range(job.groups_per_batch):
             group_id = self._id("group")
@@ -120,6 +194,7 @@ class SyntheticRun:
         batch = self._batch(step, version, groups)
         yield batch
         yield from self._heartbeats(step, version)
+        yield self._snapshot()
         yield from self._weights(version + 1, "grpo", batch)
         if step % 10 == 0 and step < job.steps:
             yield from self._evaluation(version + 1, chance, ("sampled",))
@@ -275,6 +350,15 @@ class SyntheticRun:
             world_hash="w",
             cost=0.0,
         )
+        ended_attempt = AttemptEnded(
+            meta=meta("attempts", "attempt", numbered=False),
+            index=index,
+            group_size=task.group_size,
+            ended_by=ended,
+            reason=ended_event.reason,
+            tokens_sampled=tokens_sampled,
+            policy_version_oldest=version if sampled else None,
+        )
         reward = self._reward(meta("rewards", "reward", numbered=False), trajectory)
         member = GroupMember(
             index=index,
@@ -287,7 +371,8 @@ class SyntheticRun:
             tokens_sampled=tokens_sampled,
             policy_version_oldest=version,
         )
-        return [requested, started, first, called, observed, second, ended_event, trajectory, reward], member
+        told = [requested, started, first, called, observed, second, ended_event, trajectory, ended_attempt, reward]
+        return told, member
 
     def _reward(self, meta: Meta, trajectory: TrajectoryAssembled) -> RewardAssigned:
         infra = trajectory.ended_by == "infra_error"

@@ -13,16 +13,16 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from consumers.clickhouse.store import Store
 from consumers.config import TracesSettings
-from consumers.dashboard.web import WebServer
+from consumers.dashboard.web import Source, WebServer
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.lag_watch import LagWatch
 from schemas.errors import BadInput
 from schemas.metrics import Pulse
+from schemas.topics import TOPICS
 from streams.log.memory import MemoryLog
 from tests.consumers.conftest import free_port
-from tests.consumers.synthetic_run import run_of
+from tests.consumers.synthetic_run import FIELD_RUN
 
-RUN = run_of(steps=12, demonstrations=10)
 CHROMIUM = "/usr/bin/chromium"
 
 
@@ -33,7 +33,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     program = subprocess.Popen(command, stdin=subprocess.PIPE)
     url = f"http://127.0.0.1:{port}"
     try:
-        asked(f"{url}/api/overview", program)
+        asked(f"{url}/api/runs", program)
         assert httpx.post(f"{url}/api/finish", timeout=120).status_code == 200  # everything is in the store
         yield url
     finally:
@@ -64,9 +64,35 @@ def page(address: str) -> Iterator[Page]:
 
 
 def test_the_page_shows_the_run(page: Page) -> None:
-    expect(page.get_by_text("finished")).to_be_visible(timeout=20_000)
-    expect(page.get_by_text("12 / 12")).to_be_visible()
+    expect(page.locator(".big").get_by_text("finished")).to_be_visible(timeout=20_000)
+    expect(page.locator(".big").get_by_text("12 / 12")).to_be_visible()
     expect(page.locator("canvas").first).to_be_visible(timeout=20_000)
+
+
+def test_title_and_address_name_the_newest_run_when_none_is_asked_for(page: Page, address: str) -> None:
+    expect(page).to_have_title("run-1 · Replayground", timeout=20_000)
+    expect(page).to_have_url(f"{address}/?run=run-1", timeout=20_000)
+
+
+def test_the_flow_is_that_of_the_map_and_a_past_run_has_no_lags(page: Page) -> None:
+    expect(page.locator(".station")).to_have_count(len(TOPICS), timeout=20_000)
+    expect(page.locator(".station", has_text="messages").get_by_text("→ assemble", exact=True)).to_be_visible()
+    expect(page.get_by_text("no lags: the run is over")).to_be_visible()
+    expect(page.locator(".station").get_by_text("lag 0")).to_have_count(0)
+
+
+def test_another_run_is_chosen_from_the_list(page: Page, address: str) -> None:
+    expect(page.locator("a.run")).to_have_count(2, timeout=20_000)
+    expect(page.locator("a.run.chosen")).to_contain_text("run-1")
+    page.locator("a.run", has_text="run-0").click()
+    expect(page).to_have_url(f"{address}/?run=run-0", timeout=20_000)
+    expect(page).to_have_title("run-0 · Replayground", timeout=20_000)
+    expect(page.locator("a.run.chosen")).to_contain_text("stopped", timeout=20_000)
+    expect(page.locator(".big").get_by_text("5 / 5")).to_be_visible(timeout=20_000)
+    page.goto(f"{address}/?run=run-7")
+    expect(page.get_by_text("There is no run run-7 here; the nearest are")).to_be_visible(timeout=20_000)
+    expect(page.locator(".station").first).not_to_be_visible()
+    page.goto(address)
 
 
 def shows_hostile_text(page: Page, place: int) -> bool:
@@ -82,7 +108,7 @@ def shows_hostile_text(page: Page, place: int) -> bool:
 def test_a_transcript_with_hostile_text_is_shown_as_text(page: Page) -> None:
     page.locator(".line").first.wait_for(timeout=20_000)
     assert any(shows_hostile_text(page, place) for place in range(15)), "one of the newest trajectories is hostile"
-    assert page.title() == "Replayground"
+    assert page.title() == "run-1 · Replayground"
 
 
 def test_the_list_can_be_filtered(page: Page) -> None:
@@ -94,6 +120,12 @@ def test_the_list_can_be_filtered(page: Page) -> None:
 def test_sql_is_answered_on_the_page(page: Page) -> None:
     page.get_by_role("button", name="Ask").click()
     expect(page.get_by_role("cell", name="TrajectoryAssembled")).to_be_visible(timeout=20_000)
+    page.locator("textarea").first.fill("SELECT uniqExact(run_id) AS runs FROM events")
+    page.get_by_role("button", name="Ask").click()
+    expect(page.get_by_role("cell", name="2", exact=True)).to_be_visible(timeout=20_000)
+    page.get_by_role("switch", name="this run only").click()
+    page.get_by_role("button", name="Ask").click()
+    expect(page.get_by_role("cell", name="1", exact=True)).to_be_visible(timeout=20_000)
     page.locator("textarea").first.fill("SELECT file('/etc/passwd')")
     page.get_by_role("button", name="Ask").click()
     expect(page.get_by_text("the function file is not allowed here")).to_be_visible(timeout=20_000)
@@ -103,8 +135,12 @@ def test_the_interface_answers(address: str) -> None:
     view = httpx.get(f"{address}/api/overview").json()
     assert view["finished"] is True
     assert view["steps"] == 12
-    answer = httpx.post(f"{address}/api/sql", json={"sql": "SELECT count() AS n FROM steps"}).json()
-    assert (answer["columns"], answer["rows"]) == (["n"], [[14]])
+    question = {"sql": "SELECT count() AS n FROM steps"}
+    answer = httpx.post(f"{address}/api/sql", json=question).json()
+    assert (answer["columns"], answer["rows"]) == (["n"], [[14 + 7]]), "SQL is asked of all runs"
+    for run_id, steps in (("run-0", 7), ("run-1", 14)):
+        answer = httpx.post(f"{address}/api/sql", json=question, params={"run": run_id}).json()
+        assert answer["rows"] == [[steps]]
     lines = httpx.get(f"{address}/api/transcripts", params={"outcome": "failed", "rows": 3}).json()
     assert len(lines) == 3
     assert all(line["score"] == 0 for line in lines)
@@ -113,6 +149,47 @@ def test_the_interface_answers(address: str) -> None:
     done = httpx.post(f"{address}/api/finish", timeout=60).json()
     assert done["summary"]["trace_rows"] == done["summary"]["log_events"]
     assert done["report"].startswith("<!doctype html>")
+
+
+def test_the_runs_are_listed_newest_first(address: str) -> None:
+    newest, older = httpx.get(f"{address}/api/runs").json()
+    assert (newest["run_id"], newest["state"], newest["steps"], newest["steps_target"]) == ("run-1", "finished", 12, 12)
+    assert (older["run_id"], older["state"], older["steps"], older["version"]) == ("run-0", "stopped", 5, 6)
+    assert (older["job"], older["kind"], older["seed"]) == ("producers.stockroom", "practise", 3)
+    assert older["started_by"] == "bob@there"
+    assert 0 <= older["pass_at_1"] <= 1
+    assert older["started_at"] < older["ended_at"]
+
+
+def test_everything_can_be_asked_of_an_older_run(address: str) -> None:
+    older = {"run": "run-0"}
+    view = httpx.get(f"{address}/api/overview", params=older).json()
+    assert (view["run_id"], view["state"], view["steps"], view["steps_target"]) == ("run-0", "stopped", 5, 5)
+    done = httpx.post(f"{address}/api/finish", params=older, timeout=60).json()
+    assert done["summary"]["run_id"] == "run-0"
+    assert done["summary"]["trace_rows"] == done["summary"]["log_events"]
+    assert "run-0" in httpx.get(f"{address}/api/report", params=older).text
+    (line,) = httpx.get(f"{address}/api/transcripts", params=older | {"rows": "1"}).json()
+    path = f"{address}/api/transcripts/{line['trajectory_id']}"
+    assert httpx.get(path, params=older).status_code == 200
+    assert httpx.get(path).status_code == 404, "the newest run has no such trajectory"
+    of_run = httpx.post(f"{address}/api/reconcile", params=older, json={"repair": False}, timeout=60).json()
+    of_field = httpx.post(f"{address}/api/reconcile", json={"repair": False}, timeout=60).json()
+    assert all(place["agrees"] for place in of_run + of_field)
+    events = sum(place["log_events"] for place in of_run)
+    assert events == sum(view["events"].values()) < sum(place["log_events"] for place in of_field)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "overview"), ("GET", "report"), ("GET", "transcripts"), ("POST", "finish"), ("POST", "sql")],
+)
+def test_an_unknown_run_is_told_with_the_nearest_ones(address: str, method: str, path: str) -> None:
+    answer = httpx.request(
+        method, f"{address}/api/{path}", params={"run": "run-9"}, json={"sql": "SELECT 1"}, timeout=60
+    )
+    assert answer.status_code == 404
+    assert answer.json()["error"].startswith("there is no run run-9 here; the nearest are run-")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +208,6 @@ def test_another_name_for_this_machine_is_not_answered(address: str) -> None:
 
 def test_a_busy_port_is_said_in_one_line(address: str, memory_log: MemoryLog, store: Store) -> None:
     settings = TracesSettings(port=int(address.rsplit(":", 1)[1]))
-    writer = TraceWriter(memory_log, store, RUN, settings, Pulse())
+    writer = TraceWriter(memory_log, store, FIELD_RUN, settings, Pulse())
     with pytest.raises(BadInput, match=r"port \d+ is in use"):
-        WebServer(store, memory_log, RUN, settings, LagWatch(memory_log, RUN, Pulse()), writer)
+        WebServer(store, settings, Source(memory_log, LagWatch(memory_log, Pulse()), writer))

@@ -19,7 +19,7 @@ from schemas.ids import new_id, now_microseconds
 from schemas.metrics import Pulse
 from schemas.packed import pack_logprobs, unpack_logprobs
 from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, Run
+from schemas.run import JobSettings, LogSettings, Run
 from streams.log.memory import MemoryLog
 from tests.consumers.tiny_llama import published
 
@@ -79,8 +79,7 @@ def run(vllm_blobs: Blobs, vllm_url: str) -> Run:
         run_id=new_id(),
         seed=0,
         job=JobSettings(),
-        bootstrap_servers="",
-        registry_url="",
+        log=LogSettings(),
         blobs_url=vllm_blobs.url,
         worker="reloader-test",
     )

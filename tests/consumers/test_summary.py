@@ -20,6 +20,7 @@ from tests.consumers.synthetic_run import BEGAN, HOSTILE, SERVER, SyntheticRun, 
 from tests.consumers.test_traces import write_all
 
 RUN = run_of(steps=12, demonstrations=10)
+STATE = SyntheticRun(RUN, evaluation_tasks=20).state()
 NAMES = (
     "run_id seed seconds_total seconds_to_first_rollout steps heldout_pass_at_1_start heldout_pass_at_1_end "
     "heldout_greedy_end events_by_type trajectories trajectories_infra_error groups_completed groups_dropped_by_reason "
@@ -65,7 +66,7 @@ def test_the_names_are_exactly_those_agreed_on() -> None:
 
 def test_figures_are_those_of_the_log(written: Written) -> None:
     events, now = written.events, written.now
-    figures = summary(written.store, written.log, RUN, now + 60_000_000)
+    figures = summary(written.store, written.log, STATE, now + 60_000_000)
     by_type = Counter(type(event).__name__ for event in events)
     trajectories = [event for event in events if isinstance(event, TrajectoryAssembled)]
     assert figures.trace_rows == figures.log_events == len(events) + 5
@@ -92,14 +93,14 @@ def test_figures_are_those_of_the_log(written: Written) -> None:
 
 
 def test_busy_shares_are_of_the_training_phase(written: Written) -> None:
-    figures = summary(written.store, written.log, RUN, written.now)
+    figures = summary(written.store, written.log, STATE, written.now)
     assert figures.sampling_busy_share is not None
     assert figures.trainer_busy_share is not None
     assert math.isclose(figures.sampling_busy_share / figures.trainer_busy_share, 9.0, rel_tol=1e-6)
 
 
 def test_the_overview_knows_that_the_run_is_over(written: Written) -> None:
-    view = overview(Answers(written.store), RUN, {"cut": 3}, written.now + 60_000_000)
+    view = overview(Answers(written.store), STATE, {"cut": 3}, written.now + 60_000_000)
     assert view.finished
     assert view.phase == "finished"
     assert (view.steps, view.steps_target, view.demonstrations) == (12, 12, 10)
@@ -115,7 +116,7 @@ def test_the_overview_knows_that_the_run_is_over(written: Written) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "phase"), [(0.0, "starting"), (0.02, "demonstrations"), (0.12, "evaluating"), (0.45, "training")]
+    ("share", "phase"), [(0.0, "starting"), (0.02, "demonstrations"), (0.13, "evaluating"), (0.45, "training")]
 )
 def test_phases_follow_each_other(share: float, phase: str, memory_log: MemoryLog, store: Store) -> None:
     made = SyntheticRun(RUN, evaluation_tasks=20)
@@ -123,12 +124,13 @@ def test_phases_follow_each_other(share: float, phase: str, memory_log: MemoryLo
     for event in events[: int(len(events) * share)]:
         memory_log.append(event)
     write_all(memory_log, store)
-    assert overview(Answers(store), RUN, {}, made.now).phase == phase
+    active = SyntheticRun(RUN, evaluation_tasks=20, ended=None).state()
+    assert overview(Answers(store), active, {}, made.now).phase == phase
 
 
 def test_the_report_is_one_file_without_scripts_or_addresses(written: Written) -> None:
-    figures = summary(written.store, written.log, RUN, written.now)
-    page = report(written.store, RUN, figures, written.now)
+    figures = summary(written.store, written.log, STATE, written.now)
+    page = report(written.store, STATE, figures, written.now)
     assert "<script" not in page
     assert "http" not in page.replace(SERVER, "").replace("http-equiv", "")
     assert "default-src 'none'" in page

@@ -3,8 +3,15 @@
 import msgspec
 
 from consumers.weights_files import digest_of
-from consumers.weights_to_vllm import Hold, Targets, advanced
+from consumers.weights_to_vllm import VERSIONS_KEPT, Following, Hold, Targets, advanced
+from schemas.blobs import Blobs
+from schemas.codec import Codec
 from schemas.events import Command, ControlIssued, Event, Meta, Probe, WeightsFile, WeightsLoaded, WeightsPublished
+from schemas.registry import MemoryRegistry
+from streams.log.memory import MemoryLog
+from tests.consumers.synthetic_run import run_of
+
+RUN = run_of(steps=1, demonstrations=1)
 
 
 def meta(session: str | None = None) -> Meta:
@@ -63,6 +70,68 @@ def test_versions_that_were_passed_over_are_tried_on_the_way() -> None:
     assert [one.version for one in targets.skipped("s", 8)] == [1, 2, 4]
     assert [one.version for one in targets.skipped("s", 2)] == [2, 4]
     assert [one.version for one in targets.skipped("another", 8)] == [0, 1, 2, 3, 4]
+
+
+def history(versions: int) -> list[Event]:
+    """Every version is published, tried and sometimes held for a while."""
+    events: list[Event] = []
+    for version in range(versions):
+        events += [published(version), loaded(version)]
+        if version % 7 == 0:
+            events.append(control("hold", version, f"e{version}"))
+        if version % 7 == 3 and version > 7:
+            events.append(control("release", version - 3, f"e{version - 3}"))
+    return events
+
+
+def test_the_state_does_not_grow_with_the_run() -> None:
+    sizes = [len(msgspec.msgpack.encode(after(*history(versions)))) for versions in (100, 1000)]
+    assert sizes[1] <= 1.2 * sizes[0]
+    targets = after(*history(1000))
+    assert max(targets.published) == 999
+    assert len(targets.published) <= VERSIONS_KEPT + len(targets.holds)
+
+
+def test_a_snapshot_and_what_came_after_it_are_the_whole_fold() -> None:
+    events = history(60)
+    for cut in range(len(events)):
+        taken = msgspec.msgpack.decode(msgspec.msgpack.encode(after(*events[:cut])), type=Targets)
+        for event in events[cut:]:
+            taken = advanced(taken, event)
+        assert taken == after(*events)
+
+
+def following(log: MemoryLog) -> Following:
+    found = Following(log, RUN, VERSIONS_KEPT)
+    while not found.is_caught_up():
+        found.read(0.0)
+    return found
+
+
+def of_run(event: Event) -> Event:
+    return msgspec.structs.replace(event, meta=msgspec.structs.replace(event.meta, run_id=RUN.run_id))
+
+
+def test_a_restart_reads_on_from_the_snapshot_and_looks_up_what_is_held_and_was_forgotten() -> None:
+    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    for version in range(50):
+        log.append(of_run(published(version)))
+    first = following(log)
+    assert first.unsaved == 50
+    log.append(first.snapshot())
+    log.append(of_run(published(50)))
+    second = following(log)
+    assert second.unsaved == 1, "it reads what came after the snapshot"
+    assert second.targets == following(log).targets
+    assert sorted(second.targets.published) == list(range(51 - VERSIONS_KEPT, 51))
+    log.append(of_run(control("hold", 3, "evaluation")))
+    log.append(of_run(control("hold", 48, "evaluation")))
+    third = following(log)
+    wanted = third.targets.wanted()
+    assert wanted is not None
+    assert wanted.version == 3
+    log._partitions["snapshots", 0].clear()
+    assert following(log).targets == third.targets, "without a snapshot the whole run is read"
 
 
 def test_the_digest_of_a_version_rests_on_names_and_contents_alone() -> None:

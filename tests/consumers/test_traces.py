@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from consumers.clickhouse.migrations import TABLE
+from consumers.clickhouse.queries import COUNTS_BY_RUN, LAST_EVENTS, RUN_FACTS, STANDING
 from consumers.clickhouse.rows import Row, event_row
-from consumers.clickhouse.store import Store
+from consumers.clickhouse.store import Store, StoreFailed
 from consumers.config import TracesSettings
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.reports.summary import counted
@@ -19,7 +21,7 @@ from schemas.events import Address, Event, EventRejected
 from schemas.metrics import Pulse
 from schemas.topics import TOPICS
 from streams.log.memory import MemoryLog
-from tests.consumers.synthetic_run import SyntheticRun, run_of
+from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
 from tests.flow.synthetic import observations
 
 RUN = run_of(steps=2, demonstrations=4)
@@ -33,7 +35,7 @@ def events() -> list[Event]:
 
 def write_all(log: MemoryLog, store: Store, settings: TracesSettings = SETTINGS) -> None:
     """Runs the writer until it has caught up, then stops it."""
-    writer, stop = TraceWriter(log, store, RUN, settings, Pulse()), threading.Event()
+    writer, stop = TraceWriter(log, store, FIELD_RUN, settings, Pulse()), threading.Event()
     failures: list[BaseException] = []
 
     def write() -> None:
@@ -73,8 +75,10 @@ def test_what_cannot_be_read_is_a_row_and_a_dead_letter_where_no_stage_refuses_i
     undecodable = store.ask("SELECT topic FROM events WHERE type = 'undecodable'").rows
     assert {topic for (topic,) in undecodable} == set(NAMES)
     dead = [d.event for d in memory_log.reader(["dead-letters"]).poll(100, 0) if isinstance(d.event, EventRejected)]
-    assert {reject.origin.topic for reject in dead} == {"tasks", "batches", "steps", "weights", "serving", "control"}
-    assert len(dead) == 6
+    assert {reject.origin.topic for reject in dead} == {
+        *("runs", "tasks", "attempts", "batches", "steps", "weights", "serving", "control", "snapshots")
+    }
+    assert len(dead) == 9
     assert {reject.stage for reject in dead} == {"traces"}
 
 
@@ -82,12 +86,21 @@ def test_what_was_inserted_but_not_committed_is_passed_over(memory_log: MemoryLo
     written = events()
     for event in written[: len(written) // 2]:
         memory_log.append(event)
-    reader = memory_log.reader(NAMES, group="traces-run-1")
-    TraceWriter(memory_log, store, RUN, SETTINGS, Pulse()).insert(reader.poll(1000, 0))  # and no commit
+    reader = memory_log.reader(NAMES, group="traces")
+    TraceWriter(memory_log, store, FIELD_RUN, SETTINGS, Pulse()).insert(reader.poll(1000, 0))  # and no commit
     for event in written[len(written) // 2 :]:
         memory_log.append(event)
     write_all(memory_log, store)
     assert counted(store, memory_log) == (len(written), len(written))
+
+
+def test_what_is_delivered_again_before_it_was_inserted_is_one_row(memory_log: MemoryLog, store: Store) -> None:
+    """A reader that slept past its session is given again what it had polled and not committed."""
+    for event in events():
+        memory_log.append(event)
+    delivered = memory_log.reader(NAMES).poll(1000, 0)
+    TraceWriter(memory_log, store, FIELD_RUN, SETTINGS, Pulse()).insert([*delivered, *delivered[3:]])
+    assert counted(store, memory_log) == (len(delivered), len(delivered))
 
 
 def test_a_batch_is_bounded_by_its_bytes_too(
@@ -125,9 +138,71 @@ def test_a_store_of_another_log_is_refused(memory_log: MemoryLog, store: Store) 
         write_all(memory_log, store)
 
 
+def test_a_log_that_lost_its_end_is_refused(memory_log: MemoryLog, store: Store) -> None:
+    written = events()
+    for event in written:
+        memory_log.append(event)
+    write_all(memory_log, store)
+    shorter = MemoryLog(memory_log.codec)
+    for event in written[:-1]:
+        shorter.append(event)
+    with pytest.raises(BadInput, match="another log"):
+        write_all(shorter, store)
+
+
 def test_it_waits_for_a_log_that_says_nothing(memory_log: MemoryLog, store: Store) -> None:
     write_all(memory_log, store)
     assert counted(store, memory_log) == (0, 0)
+
+
+def test_a_store_that_was_removed_is_filled_again(memory_log: MemoryLog, store: Store, chdb_dsn: str) -> None:
+    written = events()
+    for event in written:
+        memory_log.append(event)
+    write_all(memory_log, store)
+    another = Store(chdb_dsn, "another", threads=1)
+    write_all(memory_log, another)
+    assert counted(another, memory_log) == (len(written), len(written))
+    another.close()
+
+
+def test_a_store_of_another_layout_is_refused(chdb_dsn: str, store: Store) -> None:
+    store._writing.command("CREATE DATABASE other_layout")
+    store._writing.command("CREATE TABLE other_layout.events (id String) ENGINE = MergeTree ORDER BY id")
+    with pytest.raises(StoreFailed, match="made by another release"):
+        Store(chdb_dsn, "other_layout", threads=1)
+
+
+def test_a_store_without_projections_gets_them(chdb_dsn: str, store: Store) -> None:
+    """As the release before had it: rows stay, and the same questions are answered."""
+    store._writing.command("CREATE DATABASE before")
+    store._writing.command(TABLE.replace("EXISTS events", "EXISTS before.events"))
+    store._writing.command(
+        "INSERT INTO before.events (topic, partition, offset, type, id) VALUES ('tasks', 1, 7, 'x', 'y')"
+    )
+    migrated = Store(chdb_dsn, "before", threads=1)
+    assert migrated.next_offsets() == {("tasks", 1): 8}
+    assert migrated.ask(LAST_EVENTS).rows == [("tasks", 1, 7, "y")]
+    migrated.close()
+
+
+@pytest.mark.parametrize(
+    ("question", "projection"),
+    [(STANDING, "standing"), (LAST_EVENTS, "standing"), (COUNTS_BY_RUN, "by_run"), (RUN_FACTS, "run_facts")],
+)
+def test_what_is_asked_at_every_start_does_not_read_the_table(question: str, projection: str, store: Store) -> None:
+    store.insert([event_row(Address(event.meta.topic, 0, n), event) for n, event in enumerate(events())])
+    plan = [line for (line,) in store.ask(f"EXPLAIN {question}").rows]
+    (read,) = [line for line in plan if "ReadFromMergeTree" in line]
+    assert f"({projection})" in read
+
+
+def test_projections_stay_true_when_rows_are_removed(store: Store) -> None:
+    store.insert([event_row(Address("tasks", 0, n), event) for n, event in enumerate(events())])
+    last = store.next_offsets()["tasks", 0]
+    assert store.replace(("tasks", 0), [last - 1, last - 2], []) == 2
+    assert store.next_offsets() == {("tasks", 0): last - 2}
+    assert store.ask(COUNTS_BY_RUN).rows == store.ask(COUNTS_BY_RUN + " SETTINGS optimize_use_projections = 0").rows
 
 
 _CRASHING = """

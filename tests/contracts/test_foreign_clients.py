@@ -46,10 +46,14 @@ def written(kafka_run: Run) -> list[Event]:
 
 def foreign(run: Run, topic: str, partitions: int) -> Iterator[dict[str, Any]]:
     """What Confluent's own consumer and deserializer make of a topic."""
-    with SchemaRegistryClient({"url": run.registry_url}) as registry:
+    with SchemaRegistryClient({"url": run.log.registry_url}) as registry:
         deserialize = AvroDeserializer(registry)
         consumer = Consumer(
-            {"bootstrap.servers": run.bootstrap_servers, "group.id": str(uuid.uuid4()), "enable.partition.eof": True}
+            {
+                "bootstrap.servers": run.log.bootstrap_servers,
+                "group.id": str(uuid.uuid4()),
+                "enable.partition.eof": True,
+            }
         )
         consumer.assign([TopicPartition(topic, partition, 0) for partition in range(partitions)])
         ended = 0
@@ -77,7 +81,20 @@ def test_confluents_deserializer_reads_every_topic(topic: Any, kafka_run: Run, w
 
 def by_kcat(run: Run, topic: str) -> Iterator[tuple[bytes, bytes]]:
     """Keys and values as the real kcat prints them: each preceded by its length, since both are bytes."""
-    command = ["kcat", "-b", run.bootstrap_servers, "-C", "-t", topic, "-o", "beginning", "-e", "-q", "-f", "%K %k%R%s"]
+    command = [
+        "kcat",
+        "-b",
+        run.log.bootstrap_servers,
+        "-C",
+        "-t",
+        topic,
+        "-o",
+        "beginning",
+        "-e",
+        "-q",
+        "-f",
+        "%K %k%R%s",
+    ]
     printed = io.BytesIO(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
     while key_size := b"".join(iter(lambda: printed.read(1).strip(b" "), b"")):
         key = printed.read(max(0, int(key_size)))
@@ -89,7 +106,7 @@ def plainly_decoded(run: Run, value: bytes, schemas: dict[int, Any]) -> dict[str
     """By the public wire format alone: a schema id, asked of the registry by HTTP, and plain Avro."""
     (schema_id,) = struct.unpack(">I", value[1:5])
     if schema_id not in schemas:
-        with urllib.request.urlopen(f"{run.registry_url}/schemas/ids/{schema_id}", timeout=60) as answer:
+        with urllib.request.urlopen(f"{run.log.registry_url}/schemas/ids/{schema_id}", timeout=60) as answer:
             schemas[schema_id] = fastavro.parse_schema(json.loads(json.load(answer)["schema"]))
     record = fastavro.schemaless_reader(io.BytesIO(value[5:]), schemas[schema_id], None)
     assert isinstance(record, dict)
@@ -114,7 +131,7 @@ def test_kcat_reads_every_topic(topic: Any, kafka_run: Run, written: list[Event]
 
 
 def test_a_topic_that_forgets_sooner_than_mapped_is_refused(kafka_run: Run) -> None:
-    admin = AdminClient({"bootstrap.servers": kafka_run.bootstrap_servers})
+    admin = AdminClient({"bootstrap.servers": kafka_run.log.bootstrap_servers})
     before = next(topic for topic in TOPICS if topic.name == "steps").settings["retention.ms"]
 
     def set_retention(value: str) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
 
 from schemas.blobs import Blobs
 from schemas.codec import EVENT_BYTES_MAX, Codec
-from schemas.errors import Fenced, LogUnavailable
+from schemas.errors import Fenced, LogBroken, LogUnavailable
 from schemas.events import Address, Event, Position, ToolObserved
 from schemas.registry import MemoryRegistry
 from schemas.run import Run
@@ -364,3 +367,181 @@ def test_an_unknown_schema_is_asked_for_once_a_poll(opened: OpenLog, monkeypatch
             polls += bool(refused)
     reader.close()
     assert asked.count(unknown) == polls
+
+
+def test_a_reader_begins_at_its_start(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    appended(log, run_id, count=2)
+    start = log.end_positions(["messages"])
+    after = rollout(99, 0, run_id=run_id)
+    _append_all(log, after)
+    reader = opened().reader(["messages"], start=start)
+    assert [delivery.event for delivery in drained(reader, run_id)] == after
+    reader.close()
+
+
+def test_end_positions_name_every_partition(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    before = {(p.topic, p.partition): p.offset for p in log.end_positions(["messages", "steps"])}
+    written = appended(log, run_id, count=4)
+    after = {(p.topic, p.partition): p.offset for p in log.end_positions(["messages", "steps"])}
+    assert before.keys() == after.keys() == {*(("messages", number) for number in range(4)), ("steps", 0)}
+    assert sum(after.values()) - sum(before.values()) == len(written)
+
+
+def test_a_reader_at_the_end_has_caught_up(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    appended(log, run_id, count=1)
+    reader = opened().reader(["messages"], start=log.end_positions(["messages"]))
+    assert reader.caught_up()
+    reader.close()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_new_group_begins_at_its_start(opened: OpenLog, run_id: str, alone: bool) -> None:
+    log = opened()
+    appended(log, run_id, count=2)
+    start = log.end_positions(["messages"])
+    after = rollout(99, 0, run_id=run_id)
+    _append_all(log, after)
+    reader = opened().reader(["messages"], f"group-{run_id}", alone=alone, start=start)
+    assert [delivery.event for delivery in drained(reader, run_id)] == after
+    reader.close()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_group_that_has_begun_goes_on_where_it_was(opened: OpenLog, run_id: str, alone: bool) -> None:
+    """A run is resumed with its own start: what its groups have committed counts."""
+    log, group = opened(), f"group-{run_id}"
+    start = log.end_positions(["messages"])
+    appended(log, run_id, count=2)
+    first = opened().reader(["messages"], group, alone=alone, start=start)
+    drained(first, run_id)
+    first.commit()
+    first.close()
+    after = rollout(99, 0, run_id=run_id)
+    _append_all(log, after)
+    second = opened().reader(["messages"], group, alone=alone, start=start)
+    assert [delivery.event for delivery in drained(second, run_id)] == after
+    second.close()
+
+
+@pytest.mark.parametrize("group", [None, "group"])
+def test_a_start_beyond_the_end_is_of_another_log(opened: OpenLog, run_id: str, group: str | None) -> None:
+    log = opened()
+    start = [msgspec.structs.replace(p, offset=p.offset + 1) for p in log.end_positions(["messages"])]
+    with pytest.raises(
+        LogBroken, match=r"is to read messages/\d from \d+, and the topic ends at \d+: this is another log"
+    ):
+        opened().reader(["messages"], group and f"{group}-{run_id}", start=start)
+
+
+def test_a_group_that_read_another_log_is_refused(opened: OpenLog, run_id: str) -> None:
+    """Its brokers were replaced by others, and the positions are those it had on the first."""
+    log, group = opened(), f"group-{run_id}"
+    reader = opened().reader(["messages"], group, alone=True)
+    reader.commit([msgspec.structs.replace(p, offset=p.offset + 1) for p in log.end_positions(["messages"])])
+    reader.close()
+    with pytest.raises(LogBroken, match="this is another log"):
+        opened().begin_group(group, ["messages"])
+
+
+def test_members_that_start_at_once_share_one_start(opened: OpenLog, run_id: str) -> None:
+    log, group = opened(), f"group-{run_id}"
+    appended(log, run_id, count=2)
+    start = log.end_positions(["messages"])
+    after = [event for number in range(50, 58) for event in rollout(number, 0, run_id=run_id)]
+    logs = [opened(), opened()]
+    barrier = threading.Barrier(2)
+    seen: list[list[Delivery]] = [[], []]
+    done = threading.Event()
+
+    def member(number: int) -> None:
+        barrier.wait()
+        reader = logs[number].reader(["messages"], group, start=start)
+        while not done.is_set():
+            seen[number] += reader.poll(100, 0.1)
+        reader.close()
+
+    threads = [threading.Thread(target=member, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    _append_all(log, after)
+    wanted = {event.meta.id for event in after}
+    for _ in range(600):
+        if ids(seen[0]) | ids(seen[1]) >= wanted:
+            break
+        time.sleep(0.1)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert ids([d for d in [*seen[0], *seen[1]] if d.event and d.event.meta.run_id == run_id]) == wanted
+
+
+@pytest.fixture
+def forgetting(kafka_run: Run, run_id: str) -> Iterator[str]:
+    """A topic that no other test reads, whose first five of ten messages were removed by the broker."""
+    admin = AdminClient({"bootstrap.servers": kafka_run.log.bootstrap_servers})
+    topic = f"test-{run_id}"
+    admin.create_topics([NewTopic(topic, 1, 1)])[topic].result()
+    log = open_log(kafka_run)
+    for _ in range(10):
+        log.append_bytes(topic, b"key", b"value")
+    log.close()
+    removed = TopicPartition(topic, 0, 5)
+    admin.delete_records([removed])[removed].result()
+    yield topic
+    admin.delete_topics([topic])[topic].result()
+
+
+def test_what_the_broker_removed_unread_is_not_passed_over(forgetting: str, kafka_run: Run, run_id: str) -> None:
+    log, group = open_log(kafka_run), f"group-{run_id}"
+    committed = [Position(topic=forgetting, partition=0, offset=3)]
+    told = f"is to read {forgetting}/0 from 3, and the oldest event there is 5: 2 events were removed unread"
+    try:
+        with pytest.raises(LogBroken, match=told):
+            log.reader([forgetting], start=committed)
+        with pytest.raises(LogBroken, match=told):
+            log.begin_group(group, [forgetting], start=committed)
+        reader = log.reader([forgetting], group, alone=True)
+        reader.commit(committed)
+        reader.close()
+        with pytest.raises(LogBroken, match=told):
+            log.reader([forgetting], group)
+        log.begin_group(f"{group}-later", [forgetting])  # a group without a position has missed nothing
+    finally:
+        log.close()
+
+
+def test_what_is_removed_under_a_reader_is_noticed(forgetting: str, kafka_run: Run) -> None:
+    log = open_log(kafka_run)
+    reader = log.reader([forgetting])
+    try:
+        reader.seek([Position(topic=forgetting, partition=0, offset=6)])
+        reader.poll(1, 10.0)
+        reader.seek([Position(topic=forgetting, partition=0, offset=2)])
+        with pytest.raises(LogBroken, match="the broker has removed those events"):
+            _poll_for_long(reader, [])
+    finally:
+        reader.close()
+        log.close()
+
+
+def test_messages_can_be_read_from_somewhere_on(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    log.append_bytes("messages", b"key", b"before")
+    log.flush()
+    start = log.end_positions(["messages"])
+    log.append_bytes("messages", b"key", run_id.encode())
+    log.flush()
+    (message,) = log.messages(["messages"], start)
+    assert message.value == run_id.encode()
+    assert message.address.offset == next(p.offset for p in start if p.partition == message.address.partition)
+
+
+def test_asking_about_many_groups_keeps_few_connections(kafka_run: Run, run_id: str) -> None:
+    log = open_log(kafka_run)
+    for number in range(40):
+        assert log.standing(f"asked-{run_id}-{number}", ["steps"])["steps"].committed == 0
+    assert len(log._askers) <= 32
+    log.close()

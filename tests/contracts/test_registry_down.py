@@ -71,7 +71,7 @@ class OwnRegistry:
 
 @pytest.fixture
 def own(kafka_run: Run, tmp_path: Path) -> Iterator[OwnRegistry]:
-    registry = OwnRegistry(kafka_run.bootstrap_servers, tmp_path)
+    registry = OwnRegistry(kafka_run.log.bootstrap_servers, tmp_path)
     registry.start()
     yield registry
     registry.kill()
@@ -82,7 +82,7 @@ def of_a_newer_release(run: Run, event: RolloutStarted) -> bytes:
     schema = schema_of(RolloutStarted)
     field = f"added_{uuid.uuid4().hex[:8]}"
     schema["fields"] = [*schema["fields"], {"name": field, "type": "string", "default": ""}]
-    registry = ConfluentRegistry(run.registry_url)
+    registry = ConfluentRegistry(run.log.registry_url)
     try:
         header = struct.pack(">bI", 0, registry.id_of(f"tests-{field}", schema))
     finally:
@@ -133,7 +133,8 @@ def rejects(log: KafkaLog, original: bytes) -> list[EventRejected]:
 def test_a_registry_that_is_killed_stops_nobody_who_knows_and_condemns_nothing(
     kafka_run: Run, own: OwnRegistry
 ) -> None:
-    run = msgspec.structs.replace(kafka_run, run_id=f"down-{uuid.uuid4().hex[:8]}", registry_url=own.url)
+    log_settings = msgspec.structs.replace(kafka_run.log, registry_url=own.url)
+    run = msgspec.structs.replace(kafka_run, run_id=f"down-{uuid.uuid4().hex[:8]}", log=log_settings)
     started = next(event for event in rollout(0, 0, run_id=run.run_id) if isinstance(event, RolloutStarted))
     newer = of_a_newer_release(kafka_run, started)
     log = open_log(run)

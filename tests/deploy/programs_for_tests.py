@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from schemas.errors import BadInput
+from schemas.errors import BadInput, TakenOver
 from schemas.metrics import Pulse
 from schemas.run import Run
 
@@ -13,6 +13,8 @@ def run(run: Run, settings: Any, pulse: Pulse, stop: threading.Event) -> None:
         raise ValueError("something unexpected")
     if run.worker == "refuses":
         raise BadInput("tasks.jsonl line 3 is no task: give it a prompt")
+    if run.worker == "gives-way":
+        raise TakenOver("start 0 of run serve was taken over by start 1")
     if run.worker == "finishes":
         pulse.count("events_read", 3)
         return

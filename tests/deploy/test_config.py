@@ -31,7 +31,9 @@ def test_every_committed_config_loads(path: Path) -> None:
         ("[trainer.grpo]\ninner_steps = 0\n", "trainer.grpo: inner_steps must be at least 1"),
         ("[job]\nstaleness_target = 9\n", "job.staleness_target must be at most"),
         ("steps = 3\n", "fields stand in sections: [job]"),
-        ('[local]\nprograms = ["trainr"]\n', "there is no trainr; allowed: "),
+        ('[harness]\nprograms = ["trainr"]\n', "there is no trainr; allowed: trainer, "),
+        ('[harness]\nprograms = ["traces"]\n', "there is no traces; allowed: trainer, "),
+        ("[local]\nrestarts_max = 3\n", "[local] restarts_max describes a run, not the field: set it in [harness]"),
         ('[feeder]\ntasks_file = "none.jsonl"\n', "none.jsonl does not exist"),
         ('[trainer.model]\npath = "."\n', "is no model folder (it has no config.json"),
         (

@@ -1,16 +1,18 @@
-"""Data folders: refused when they are of another version or in use, never half-written."""
+"""Data folders: refused when they are of another layout or in use, never half-written."""
 
 from pathlib import Path
 
 import pytest
 
 from deploy.local.folder import (
+    FieldFolder,
     RunFolder,
+    create_field_folder,
     create_run_folder,
+    field_folder,
     is_locked,
-    latest_run_folder,
     locked,
-    open_run_folder,
+    old_runs,
     point_latest_at,
     require_disk,
     write_whole,
@@ -18,64 +20,92 @@ from deploy.local.folder import (
 from schemas.errors import BadInput
 
 
-def created(runs: Path, run_id: str) -> RunFolder:
-    folder = RunFolder(runs / run_id)
-    create_run_folder(folder, "{}")
+@pytest.fixture
+def field(tmp_path: Path) -> FieldFolder:
+    folder = FieldFolder(tmp_path / "field")
+    create_field_folder(folder)
     return folder
 
 
-def test_a_new_folder_can_be_opened_again(tmp_path: Path) -> None:
-    folder = created(tmp_path / "runs", "one")
-    assert open_run_folder(tmp_path / "runs" / "one") == folder
-    assert not folder.is_finished
+def created(field: FieldFolder, run_id: str) -> RunFolder:
+    folder = field.run(run_id)
+    create_run_folder(folder)
+    return folder
 
 
-def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
-    folder = created(tmp_path, "one")
+def test_a_new_field_can_be_opened_again(field: FieldFolder) -> None:
+    assert field_folder(field.path) == field
+    assert field.exists
+    assert not field_folder(field.path / ".." / "other").exists
+
+
+def test_a_field_of_another_layout_is_refused(field: FieldFolder) -> None:
+    (field.path / "version").write_text("99\n")
+    with pytest.raises(BadInput, match="version 99 of the data layout"):
+        field_folder(field.path)
+
+
+def test_a_run_of_another_layout_is_refused(field: FieldFolder) -> None:
+    folder = created(field, "one")
     (folder.path / "version").write_text("99\n")
-    with pytest.raises(BadInput, match="was written by version 99 of the data layout"):
-        open_run_folder(folder.path)
+    with pytest.raises(BadInput, match="version 99 of the data layout"):
+        create_run_folder(folder)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="is no data folder of a run"):
-        open_run_folder(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(BadInput, match="is no field"):
+        field_folder(tmp_path)
 
 
-def test_an_existing_folder_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
-    created(tmp_path, "one")
-    with pytest.raises(BadInput, match="exists already"):
-        created(tmp_path, "one")
+def test_a_field_that_was_never_begun_is_a_new_one(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()  # whoever began it was refused after it had taken the lock
+    assert not field_folder(tmp_path).exists
 
 
-def test_latest_points_at_the_last_one(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        point_latest_at(created(tmp_path, name))
-    assert latest_run_folder(tmp_path).run_id == "two"
+def test_runs_of_the_layout_before_fields_are_refused_and_left_alone(tmp_path: Path) -> None:
+    old = tmp_path / "20260101-stockroom-seed0"
+    old.mkdir()
+    (old / "version").write_text("1\n")
+    assert old_runs(tmp_path) == [old]
+    with pytest.raises(BadInput, match=r"holds 1 runs of an older release .* name another folder with --field"):
+        field_folder(tmp_path)
+    assert (old / "version").read_text() == "1\n"
 
 
-def test_no_run_yet_is_told(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="there is no run in"):
-        latest_run_folder(tmp_path)
+def test_runs_are_listed_newest_first(field: FieldFolder) -> None:
+    for name in ("20260101-a", "20260102-b"):
+        point_latest_at(created(field, name))
+    (field.runs / "20260103-never-begun").mkdir()
+    assert [folder.run_id for folder in field.run_folders()] == ["20260102-b", "20260101-a"]
+    assert field.latest_run().run_id == "20260102-b"
+    assert field.running() == []
+    with locked(field.run("20260101-a").path, ""):
+        assert [folder.run_id for folder in field.running()] == ["20260101-a"]
 
 
-def test_a_second_lock_is_refused(tmp_path: Path) -> None:
+def test_no_run_yet_is_told(field: FieldFolder) -> None:
+    with pytest.raises(BadInput, match="no run was started in"):
+        field.latest_run()
+
+
+def test_a_second_lock_is_refused_in_the_words_of_the_caller(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
-    with locked(tmp_path):
+    with locked(tmp_path, "it runs already"):
         assert is_locked(tmp_path)
-        with pytest.raises(BadInput, match="a stack is running in"), locked(tmp_path):
+        with pytest.raises(BadInput, match=r"^it runs already$"), locked(tmp_path, "it runs already"):
             pass
     assert not is_locked(tmp_path)
 
 
 def test_a_full_disk_is_refused(tmp_path: Path) -> None:
     require_disk(tmp_path / "not" / "there" / "yet", 1)
-    with pytest.raises(BadInput, match="bytes free and a run wants"):
+    with pytest.raises(BadInput, match="bytes free and"):
         require_disk(tmp_path, 1 << 62)
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:
-    with pytest.raises(BadInput, match="cannot be written"), locked(Path("/proc/runs")):
+    with pytest.raises(BadInput, match="cannot be written"), locked(Path("/proc/field"), ""):
         pass
 
 

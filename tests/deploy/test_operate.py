@@ -151,13 +151,13 @@ def test_all_is_read_and_nothing_can_be_lost() -> None:
 def test_a_message_that_waits_on_the_real_broker_for_too_long_alarms(kafka_run: Run) -> None:
     """Its age is the one it was written with, so it is written as one of 29 days ago."""
     log, run_id = open_log(kafka_run), f"retention-{uuid.uuid4().hex[:8]}"
-    reader = log.reader(["control"], f"traces-{run_id}")
+    reader = log.reader(["control"], "traces")
     while not reader.caught_up():
         reader.poll(1000, 1.0)
     reader.commit()
     now = time.time_ns() // 1_000_000
     assert [e for e in expiries_of(log, run_id, now) if e.is_alarming] == []
-    producer = Producer({"bootstrap.servers": kafka_run.bootstrap_servers})
+    producer = Producer({"bootstrap.servers": kafka_run.log.bootstrap_servers})
     producer.produce("control", b"no event", b"key", timestamp=now - 29 * DAY_MILLISECONDS)
     producer.flush()
     (row,) = [row for row in next(lags(log, run_id)) if (row.group, row.topic) == ("traces", "control")]

@@ -14,9 +14,11 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
-from deploy.local.folder import RunFolder
-from deploy.resolve import Asked, resolve
-from deploy.serve import StallWatch, Usage
+from deploy.local.folder import FieldFolder, RunFolder
+from deploy.local.supervisor import TAKEN_OVER
+from deploy.programs import PROGRAM_BY_NAME
+from deploy.resolve import Asked, resolve_field, resolve_run
+from deploy.serve import StallWatch, Usage, settings_of
 from schemas.events import WorkerSeen
 from schemas.run import Run
 from streams.log.connect import open_log
@@ -42,13 +44,9 @@ class Served:
         look_seconds = 1.0 if worker == "waits" else 3600.0
         harness = {"heartbeat_seconds": 0.2, "stall_seconds": 1.0, "retention_look_seconds": look_seconds}
         asked = Asked(source="test.toml", raw={"harness": harness}, seed=0)
-        resolved = msgspec.structs.replace(
-            resolve(RunFolder(folder), asked),
-            run_id=f"serve-{worker}",
-            bootstrap_servers=run.bootstrap_servers,
-            registry_url=run.registry_url,
-            blobs_url=run.blobs_url,
-        )
+        field = resolve_field(FieldFolder(folder), asked)
+        on = msgspec.structs.replace(field, log=run.log, blobs_url=run.blobs_url)
+        resolved = resolve_run(RunFolder(folder / f"serve-{worker}"), on, asked, (), 0)
         (folder / "run.json").write_bytes(msgspec.json.encode(resolved))
         self.run_id = resolved.run_id
         self._url = f"http://127.0.0.1:{resolved.health_ports['cut']}"
@@ -105,15 +103,14 @@ def test_a_program_is_watched_while_it_runs_and_drains_when_told(tmp_path: Path,
 
 def test_what_waits_unread_for_too_long_is_an_error_and_a_figure(tmp_path: Path, kafka_run: Run) -> None:
     """Of the group of another program, which may be the one that hangs. A message of 29 days ago stands for a long wait."""
-    group = "traces-serve-waits"
     log = open_log(kafka_run)
-    reader = log.reader(["control"], group)
+    reader = log.reader(["control"], "traces")
     while not reader.caught_up():
         reader.poll(1000, 1.0)
     reader.commit()
     reader.close()
     log.close()
-    producer = Producer({"bootstrap.servers": kafka_run.bootstrap_servers})
+    producer = Producer({"bootstrap.servers": kafka_run.log.bootstrap_servers})
     producer.produce("control", b"no event", b"key", timestamp=int((time.time() - 29 * 24 * 3600) * 1000))
     producer.flush()
     served = Served(tmp_path, kafka_run, "waits")
@@ -173,6 +170,12 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, kafka_run: Run) -
     assert (tmp_path / "stopped_because").read_text() == "tasks.jsonl line 3 is no task: give it a prompt\n"
 
 
+def test_a_run_that_was_taken_over_is_exit_code_3(tmp_path: Path, kafka_run: Run) -> None:
+    code, printed = Served(tmp_path, kafka_run, "gives-way").ended()
+    assert code == TAKEN_OVER == 3
+    assert json.loads(printed.splitlines()[-1])["reason"] == "start 0 of run serve was taken over by start 1"
+
+
 def test_a_crash_is_logged_with_its_traceback(tmp_path: Path, kafka_run: Run) -> None:
     code, printed = Served(tmp_path, kafka_run, "crashes").ended()
     assert code == 1
@@ -201,6 +204,24 @@ def test_time_in_which_nobody_looked_is_no_stall() -> None:
     watch, waits = StallWatch(stall_seconds=10.0), {"lag": 1.0}
     assert [watch.is_stalled(waits, now) for now in (100.0, 102.0, 500.0, 502.0)] == [False] * 4
     assert [watch.is_stalled(waits, now) for now in (504.0, 506.0, 508.0, 510.0)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("dsn", "told"),
+    [
+        ("chdb:///folder", "chdb:///folder"),
+        ("clickhouse://me@host:8123/db", "clickhouse://me@host:8123/db"),
+        ("clickhouse://me:env:STORE_PASSWORD@host:8123/db", "clickhouse://me:p%40ss@host:8123/db"),
+    ],
+)
+def test_the_password_of_the_store_is_read_when_the_program_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dsn: str, told: str
+) -> None:
+    monkeypatch.setenv("STORE_PASSWORD", "p@ss")
+    asked = Asked(source="test.toml", raw={"traces": {"dsn": dsn}})
+    resolved = resolve_field(FieldFolder(tmp_path), asked)
+    assert resolved.config.traces.dsn == dsn, "what is written down"
+    assert settings_of(PROGRAM_BY_NAME["traces"], resolved).dsn == told
 
 
 def test_processor_time_of_children_that_ended_still_counts() -> None:

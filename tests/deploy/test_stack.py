@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.local.folder import RunFolder
+from deploy.local.folder import FieldFolder
 from deploy.local.kafka import Broker, server_properties
 from deploy.local.stack import Addresses, local_log
 from schemas.blobs import Blobs
@@ -27,8 +27,8 @@ def beat(worker: str) -> WorkerSeen:
 
 
 def opened(addresses: Addresses) -> KafkaLog:
-    codec = Codec(ConfluentRegistry(addresses.registry_url), Blobs(addresses.blobs_url))
-    return KafkaLog(addresses.bootstrap_servers, codec)
+    codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
+    return KafkaLog(addresses.log, codec)
 
 
 def read_workers(log: KafkaLog) -> list[str]:
@@ -47,11 +47,11 @@ def test_everything_listens_on_loopback_only() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder(tmp_path / "local-log")
+def folder(tmp_path: Path) -> FieldFolder:
+    return FieldFolder(tmp_path / "local-log")
 
 
-def test_a_log_starts_survives_kill_9_of_its_broker_and_leaves_nothing(tmp_path: Path, folder: RunFolder) -> None:
+def test_a_log_starts_survives_kill_9_of_its_broker_and_leaves_nothing(tmp_path: Path, folder: FieldFolder) -> None:
     processes: list[psutil.Process] = []
 
     def use(addresses: Addresses) -> None:

@@ -13,9 +13,7 @@ import pytest
 from supervisor.options import ServerOptions
 
 from deploy.local import guard
-from deploy.local.folder import RunFolder, create_run_folder
-from deploy.local.kafka import Broker
-from deploy.local.registry import SchemaRegistry
+from deploy.local.folder import RunFolder, StackFolder, create_run_folder
 from deploy.local.stack import Plan, RunningStack, StackFailed, spawn_guard
 from deploy.local.supervisor import Supervised, render
 from schemas.errors import BadInput
@@ -33,7 +31,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
     return True
 
 
-def members(folder: RunFolder) -> list[psutil.Process]:
+def members(folder: StackFolder) -> list[psutil.Process]:
     """Every living process of the stack."""
     found = []
     for process in psutil.process_iter():
@@ -45,14 +43,16 @@ def members(folder: RunFolder) -> list[psutil.Process]:
     return found
 
 
-def supervised(folder: RunFolder, programs: list[Supervised], disk_free_bytes_min: int = 0) -> RunningStack:
+def supervised(
+    folder: RunFolder, programs: list[Supervised], disk_free_bytes_min: int = 0, foreground: bool = True
+) -> RunningStack:
     """A guard and a supervisor with these programs alone."""
     text = render(folder.control_socket, programs, as_root=os.geteuid() == 0)
     (folder.path / "supervisord.conf").write_text(text)
-    plan = Plan(folder, Broker(folder.path, 0, 0), SchemaRegistry("", 0, 0), disk_free_bytes_min=disk_free_bytes_min)
+    plan = Plan(folder, disk_free_bytes_min=disk_free_bytes_min)
     lock = os.open(folder.path / "lock", os.O_RDWR | os.O_CREAT)
     try:
-        process = spawn_guard(plan, lock, foreground=True)
+        process = spawn_guard(plan, lock, foreground)
     finally:
         os.close(lock)
     return RunningStack(folder, {program.name: 1 for program in programs}, process)
@@ -68,7 +68,7 @@ def require_healthy_for_long(stack: RunningStack) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[RunFolder]:
     made = RunFolder(tmp_path / "100% odd 'name'")
-    create_run_folder(made, "{}")
+    create_run_folder(made)
     yield made
     guard.sweep(made.path)
 
@@ -173,6 +173,29 @@ def test_a_stack_that_is_ending_says_why(folder: RunFolder) -> None:
     with pytest.raises(BadInput, match="is nearly full"):
         require_healthy_for_long(stack)
     assert eventually(lambda: not stack.is_alive())
+
+
+def test_a_program_whose_run_was_taken_over_is_not_started_again(folder: RunFolder) -> None:
+    program = Supervised("cut", ["sh", "-c", "sleep 1; echo ended; exit 3"], starts_at_once=True, settled_seconds=0)
+    stack = supervised(folder, [program])
+    try:
+        assert eventually(lambda: "cut" in stack.states() and stack.states()["cut"].state == "EXITED")
+        time.sleep(2.0)  # longer than a restart takes
+        assert (stack.states()["cut"].state, stack.states()["cut"].exit_code) == ("EXITED", 3)
+        assert (folder.logs / "cut.log").read_text() == "ended\n"
+    finally:
+        stack.stop()
+
+
+def test_a_start_that_is_killed_half_way_leaves_no_stack_in_the_background(folder: RunFolder) -> None:
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path;"
+        "from tests.deploy.test_supervisor import *; supervised(RunFolder(Path(sys.argv[2])), [sleeper()], foreground=False);"
+        "eventually(lambda: len(members(RunFolder(Path(sys.argv[2])))) == 3); os.kill(os.getpid(), 9)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code, str(root), str(folder.path)], check=False)
+    assert eventually(lambda: members(folder) == [])
 
 
 def test_a_program_of_another_stack_is_left_alone(folder: RunFolder, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from deploy.operate.sweep import Names, Swept, digests_in, not_named, sweep
 from schemas.blobs import Blobs, StoredBlob
 from schemas.codec import EVENT_BYTES_MAX, Codec
 from schemas.errors import BadInput
-from schemas.events import Address, Event, ToolObserved, WeightsPublished
+from schemas.events import Address, Event, Position, ToolObserved, WeightsPublished
 from schemas.registry import ConfluentRegistry, MemoryRegistry
 from schemas.run import Run
 from streams.log.connect import codec_of
@@ -170,8 +170,8 @@ def test_a_grace_that_is_too_short_is_refused(field: Field) -> None:
 class WeightsAlone(KafkaLog):
     """The session's log without its other topics, where other tests leave what no blob of this one is behind."""
 
-    def messages(self, topics: Sequence[str]) -> Iterator[RawMessage]:
-        return super().messages([topic for topic in topics if topic == "weights"])
+    def messages(self, topics: Sequence[str], start: Sequence[Position] = ()) -> Iterator[RawMessage]:
+        return super().messages([topic for topic in topics if topic == "weights"], start)
 
 
 def test_weights_go_with_their_tombstone_and_not_before(kafka_run: Run, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_weights_go_with_their_tombstone_and_not_before(kafka_run: Run, tmp_path
     run = msgspec.structs.replace(kafka_run, run_id=f"sweep-{uuid.uuid4().hex[:8]}")
     field = Field(tmp_path / "blobs")
     kept, gone = [field.put(b"kept"), field.put(b"its optimizer")], [field.put(b"gone"), field.put(b"its other")]
-    log = WeightsAlone(run.bootstrap_servers, codec_of(run))
+    log = WeightsAlone(run.log, codec_of(run))
     for version, (file, checkpoint) in enumerate((kept, gone), start=1):
         event = published(*file, *checkpoint, version=version)
         log.append(msgspec.structs.replace(event, meta=msgspec.structs.replace(event.meta, run_id=run.run_id)))
@@ -191,7 +191,7 @@ def test_weights_go_with_their_tombstone_and_not_before(kafka_run: Run, tmp_path
         return {blob.sha256 for blob in removed}
 
     assert swept() == set()
-    producer = Producer({"bootstrap.servers": run.bootstrap_servers})
+    producer = Producer({"bootstrap.servers": run.log.bootstrap_servers})
     producer.produce("weights", None, f"{run.run_id}:2")
     producer.flush()
     assert swept() == {sha256 for _, sha256 in gone}

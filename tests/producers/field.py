@@ -11,7 +11,7 @@ from schemas.codec import Codec
 from schemas.events import Event, Meta, Probe, Sampling, Task, TaskSubmitted, WeightsFile, WeightsPublished
 from schemas.ids import derived_id
 from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, Run
+from schemas.run import JobSettings, LogSettings, Run
 from streams.log.memory import MemoryLog
 
 RUN_ID = "run-1"
@@ -20,7 +20,7 @@ TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<
 
 @cache
 def tokenizer_json() -> bytes:
-    """BPE over bytes, one token a digit, role tokens special, tags and scaffold as added tokens (RECIPE.md)."""
+    """BPE over bytes, one token a digit, role tokens special, tags and scaffold as added tokens (docs/default_job.md)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -42,8 +42,7 @@ def a_run(folder: Path, **job: object) -> Run:
         run_id=RUN_ID,
         seed=0,
         job=JobSettings(**job),  # type: ignore[arg-type]
-        bootstrap_servers="",
-        registry_url="",
+        log=LogSettings(),
         blobs_url=f"file://{folder}/blobs",
         worker="worker-1",
     )
@@ -95,3 +94,8 @@ def submitted(task: Task, number: int, purpose: str = "train", required_version:
 def events_on(log: MemoryLog, topic: str) -> list[Event]:
     """Everything on a topic, by partition."""
     return [delivery.event for delivery in log.reader([topic]).poll(1_000_000, 0.0) if delivery.event is not None]
+
+
+async def no_blobs(data: bytes) -> str:
+    """Keeps nothing."""
+    return ""

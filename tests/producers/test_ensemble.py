@@ -34,7 +34,7 @@ from schemas.events import (
 )
 from schemas.packed import unpack_tokens
 from streams.hops.messages_to_trajectories import Assemble, Assembly
-from tests.producers.field import tokenizer_json
+from tests.producers.field import no_blobs, tokenizer_json
 from tests.producers.test_chat import FORGETFUL, chatml
 from tests.producers.test_turns import PYTHON, request
 from trainer.batch import counting_only, episodes_of
@@ -94,7 +94,7 @@ async def played(
             system_prompt="Tools: python",
             worker="worker-1",
             emit=emitted.append,
-            keep_blob=lambda data: "",
+            keep_blob=no_blobs,
             tools_hash="t",
             cast=cast,
             models=models,
@@ -109,7 +109,7 @@ def assembled(events: list[Event]) -> TrajectoryAssembled:
         outcome = hop.step(state, event, Address("messages", 0, offset))
         assert outcome.refused is None
         state = outcome.state
-    (trajectory,) = outcome.events
+    trajectory, _ = outcome.events
     assert isinstance(trajectory, TrajectoryAssembled)
     return trajectory
 

@@ -51,3 +51,21 @@ async def test_its_teacher_plays_with_its_tool_in_a_real_sandbox(job: Job) -> No
             assert isinstance(said, Answer)
             right += said.text == task.reference
     assert 5 <= right <= 15
+
+
+@pytest.mark.parametrize("name", ["times_tables", "office"])
+def test_tasks_can_be_gone_on_with_from_any_number(name: str) -> None:
+    tasks = load_job(str(FOLDER.parent / name / "job.py")).tasks
+    assert list(islice(tasks("train", 1, 7), 5)) == list(islice(tasks("train", 1), 7, 12))
+
+
+def test_a_job_whose_tasks_know_no_start_is_drawn_up_to_it(tmp_path: Path) -> None:
+    (tmp_path / "old_job.py").write_text(
+        "from schemas.events import Task\n"
+        "def tasks(split, seed):\n"
+        "    for n in range(10):\n"
+        "        yield Task(prompt=str(n), reference='', agent='a', toolset=[],\n"
+        "                   world='{}', scorers=[], group_size=1, split=split)\n"
+    )
+    job = load_job(str(tmp_path / "old_job.py"))
+    assert [task.prompt for task in job.tasks("train", 0, 7)] == ["7", "8", "9"]

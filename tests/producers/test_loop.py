@@ -63,7 +63,7 @@ async def test_from_demonstrations_to_training_groups(tmp_path: Path) -> None:
     stop = threading.Event()
     feeding = FeederSettings(evaluation_tasks=10, evaluation_every=0, train_backlog=4, poll_seconds=0.01)
     scheduling = SchedulerSettings(demonstrations_in_flight=8, poll_seconds=0.01, retry_seconds=0.05)
-    log.append(published(0, blobs))
+    log.append(await asyncio.to_thread(published, 0, blobs))
 
     def count(kind: type[Event], **meta: str) -> int:
         events = events_on(log, {TaskSubmitted: "tasks", TrajectoryAssembled: "trajectories"}[kind])

@@ -1,16 +1,22 @@
-"""The shell around the planners: what it tells of messages that wait and never come."""
+"""The shell around the planners: what it restores and reads, and what it tells of messages that never come."""
 
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from producers import scheduler
-from producers.config import SchedulerSettings
+import msgspec
+
+from producers import scheduler, stockroom, tasks
+from producers.config import FeederSettings, SchedulerSettings
+from producers.planner import Following
+from producers.tasks import Feed
 from schemas.codec import Codec
+from schemas.events import Position
 from schemas.metrics import Pulse
 from streams.log.memory import MemoryLog, MemoryReader
 from streams.log.protocol import Delivery
+from streams.log.snapshots import snapshot
 from tests.producers.field import a_log, a_run, published
 
 
@@ -23,7 +29,14 @@ class DeafReader(MemoryReader):
 
 
 class DeafLog(MemoryLog):
-    def reader(self, topics: Sequence[str], group: str | None = None, *, alone: bool = False) -> MemoryReader:
+    def reader(
+        self,
+        topics: Sequence[str],
+        group: str | None = None,
+        *,
+        alone: bool = False,
+        start: Sequence[Position] = (),
+    ) -> MemoryReader:
         return DeafReader(self, topics, group)
 
 
@@ -52,3 +65,83 @@ def test_messages_that_never_come_are_told_as_lag(tmp_path: Path) -> None:
 
 def test_a_log_that_is_read_to_its_end_has_none(tmp_path: Path) -> None:
     assert lag_told(tmp_path, MemoryLog) == 0.0
+
+
+def feeding(folder: Path, log: MemoryLog, **changes: object) -> tuple[Feed, Following]:
+    run = msgspec.structs.replace(a_run(folder, demonstrations=20, steps=1), **({"program": "feeder"} | changes))
+    feed = Feed(run, FeederSettings(), stockroom.tasks)
+    return feed, Following(feed, run, log, tasks.TOPICS_READ, snapshot_events=10)
+
+
+def caught_up(following: Following) -> int:
+    """How many messages were read."""
+    read = 0
+    while not following.is_caught_up():
+        read += following.read(0.0)
+    return read
+
+
+def test_a_restart_reads_what_came_after_the_snapshot(tmp_path: Path) -> None:
+    log, _ = a_log(tmp_path)
+    first, following = feeding(tmp_path, log)
+    assert caught_up(following) == 0
+    assert following.decide(0) == 20
+    following.read(0.0)
+    following.decide(0)
+    assert log.count(["snapshots"]) == {"snapshots": 1}
+    log.append(published(0))
+    again, restarted = feeding(tmp_path, log)
+    assert caught_up(restarted) == 1
+    assert restarted.decide(0) == 0
+    following.read(0.0)
+    following.decide(0)
+    assert again.encode() == first.encode()
+
+
+def test_a_snapshot_of_another_program_or_run_is_not_taken(tmp_path: Path) -> None:
+    log, _ = a_log(tmp_path)
+    _, following = feeding(tmp_path, log)
+    caught_up(following)
+    following.decide(0)
+    following.read(0.0)
+    following.take_snapshot(0)
+    assert caught_up(feeding(tmp_path, log, program="scheduler")[1]) == 20
+    assert caught_up(feeding(tmp_path, log)[1]) == 0
+    assert caught_up(feeding(tmp_path, log, run_id="another")[1]) == 20
+
+
+def test_a_snapshot_that_cannot_be_read_costs_a_whole_fold(tmp_path: Path) -> None:
+    log, _ = a_log(tmp_path)
+    feed, following = feeding(tmp_path, log)
+    caught_up(following)
+    following.decide(0)
+    run = msgspec.structs.replace(a_run(tmp_path), program="feeder")
+    log.append(snapshot(run, feed.code_version, log.end_positions(["tasks"]), b"\xc1 rubbish", 0))
+    again, restarted = feeding(tmp_path, log)
+    assert caught_up(restarted) == 20
+    assert restarted.decide(0) == 0
+    following.read(0.0)
+    assert again.encode() == feed.encode()
+
+
+def test_nothing_from_before_the_run_is_read(tmp_path: Path) -> None:
+    log, _ = a_log(tmp_path)
+    _, before = feeding(tmp_path, log)
+    caught_up(before)
+    before.decide(0)
+    start = tuple(log.end_positions(["tasks", "attempts", "weights", "snapshots"]))
+    _, following = feeding(tmp_path, log, start=start)
+    assert caught_up(following) == 0
+    log.append(published(0))
+    following.read(0.0)
+    following.take_snapshot(0)
+    assert caught_up(feeding(tmp_path, log, start=start)[1]) == 0
+
+
+def test_a_clean_stop_leaves_a_snapshot(tmp_path: Path) -> None:
+    log, _ = a_log(tmp_path)
+    log.append(published(0))
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    scheduler.schedule(a_run(tmp_path), SchedulerSettings(poll_seconds=0.01), Pulse(), stop, log)
+    assert log.count(["snapshots"]) == {"snapshots": 1}

@@ -13,15 +13,17 @@ from schemas.errors import BadInput
 from schemas.events import (
     Event,
     Meta,
+    Position,
     RolloutEnded,
     RolloutStarted,
+    RunStarted,
     Sampling,
     ToolObserved,
     TurnGenerated,
     VersionSpan,
 )
 from schemas.packed import pack_logprobs, pack_tokens
-from tests.producers.field import events_on, published
+from tests.producers.field import a_log, events_on, published
 from tests.producers.test_rollouts import SETTINGS, Field, scripted
 from tests.producers.test_scheduler import tasks
 
@@ -207,3 +209,30 @@ def _words(field: Field, run_id: str) -> dict[str | None, list[bytes | str | Non
                 event.tokens if isinstance(event, TurnGenerated) else event.answer
             )
     return words
+
+
+def run_started(run_id: str, positions: list[Position]) -> RunStarted:
+    return RunStarted(
+        meta=Meta(id=run_id, run_id=run_id, category="run", topic="runs", sender="cli", timestamp=0),
+        kind="practise",
+        config="{}",
+        files=[],
+        seed=0,
+        code_version="",
+        packages={},
+        positions=positions,
+        started_by="",
+    )
+
+
+def test_a_recording_is_read_from_where_its_run_began(tmp_path: Path) -> None:
+    log, _ = a_log(tmp_path)
+    for event in (started("early", 1, 10), turned("early", 20)):
+        log.append(msgspec.structs.replace(event, meta=msgspec.structs.replace(event.meta, trajectory_id="t")))
+    log.append(run_started("r", log.end_positions(["messages"])))
+    with pytest.raises(BadInput, match="no turn"):
+        read_recording(log, "r")
+    for event in (started("late", 1, 11), turned("late", 21)):
+        log.append(msgspec.structs.replace(event, meta=msgspec.structs.replace(event.meta, trajectory_id="t")))
+    recording = read_recording(log, "r")
+    assert (said(recording, [10]), said(recording, [11])) == (None, [21])

@@ -189,6 +189,7 @@ def test_bad_requests_become_facts_and_the_worker_lives(field: Field) -> None:
     field.finish()
     ends = Counter(end.ended_by for end in field.ends())
     assert ends == {"answered": 2, "infra_error": 4}
+    assert "its deadline had passed before a slot was free" in [end.reason for end in field.ends()]
     (rejected,) = events_on(field.log, "dead-letters")
     assert isinstance(rejected, EventRejected)
     assert (rejected.original, rejected.stage, rejected.origin.topic) == (b"no event", "rollouts", "rollouts")
@@ -316,7 +317,7 @@ class _HangingSandbox(ScriptedSandbox):
 
 async def test_sampled_rollouts_carry_versions_and_count_in_the_pulse(tmp_path: Path) -> None:
     field = Field(tmp_path)
-    field.log.append(published(0, field.blobs))
+    field.log.append(await asyncio.to_thread(published, 0, field.blobs))
     field.ask(6, purpose="train")
     async with server(GOOD) as (url, _):
         field.start(scripted(), msgspec.structs.replace(SETTINGS, servers=[url]))
@@ -344,5 +345,5 @@ def test_a_log_that_fails_ends_the_worker(field: Field) -> None:
 
 
 class _BrokenLog(MemoryLog):
-    def append(self, event: Any, acknowledged: Any = None) -> None:
+    def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
         raise LogUnavailable("the broker is gone")

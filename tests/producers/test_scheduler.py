@@ -10,15 +10,19 @@ import msgspec
 import pytest
 
 from producers import stockroom
+from producers.cancellation import CANCELLATIONS_KEPT
 from producers.config import SchedulerSettings
 from producers.scheduler import Plan, schedule
+from producers.scheduling.demand import LESSONS_NEWEST
 from schemas.events import (
     Address,
+    AttemptEnded,
     BatchCut,
     Command,
     ControlIssued,
     EndedBy,
     Event,
+    EventRejected,
     GroupCompleted,
     GroupMember,
     Meta,
@@ -26,9 +30,9 @@ from schemas.events import (
     RolloutRequested,
     RolloutStarted,
     TaskSubmitted,
-    TrajectoryAssembled,
     WeightsLoaded,
 )
+from schemas.ids import derived_id
 from schemas.metrics import Pulse
 from schemas.run import Run
 from schemas.topics import TOPIC_BY_NAME, topic_of
@@ -60,34 +64,23 @@ def loaded(version: int, server: str = "s1", refusal: str | None = None) -> Weig
 
 def ended(
     request: RolloutRequested, by: EndedBy = "answered", attempt_id: str = "a", seconds: float = 0.0
-) -> TrajectoryAssembled:
+) -> AttemptEnded:
     """The end of a rollout so many seconds after its request."""
     changes = {
         "correlation_id": request.meta.id,
         "attempt_id": attempt_id,
-        "topic": "trajectories",
+        "topic": "attempts",
+        "group_id": request.meta.group_id or derived_id("group", request.meta.task_id),
         "timestamp": request.meta.timestamp + int(seconds * SECOND),
     }
-    return TrajectoryAssembled(
+    return AttemptEnded(
         meta=msgspec.structs.replace(request.meta, **changes),
-        task=request.task,
         index=request.index,
-        seed=request.seed,
-        tokens=b"",
-        loss_mask=b"",
-        logprobs=b"",
-        segments=[],
-        transcript=[],
-        answer=None,
+        group_size=request.task.group_size,
         ended_by=by,
         reason=None,
-        turns=0,
         tokens_sampled=0,
         policy_version_oldest=1 if by == "answered" else None,
-        template_hash="",
-        tools_hash="",
-        world_hash="",
-        cost=0.0,
     )
 
 
@@ -338,8 +331,7 @@ def test_finished_groups_leave_next_to_nothing_behind(run: Run) -> None:
     for _ in range(3):
         apply_all(plan, [ended(request) for request in asked(plan.decide(0))])
     assert plan.rollouts_running == 0
-    assert not plan._groups
-    assert not plan._known_tasks
+    assert not list(plan._ledger)
     assert plan.decide(10**12) == []
 
 
@@ -466,8 +458,80 @@ def test_groups_of_batches_are_not_taken_for_stale_whatever_is_read_first(run: R
     ids = [group.meta.group_id or "" for group in groups]
     batches = [cut(index=0, groups=ids[:4]), cut(index=1, groups=ids[4:]), cut(index=2), cut(index=3)]
     for history in ([*groups, *batches], [*batches, *groups], [*groups[4:], *batches[:1], *groups[:4], *batches[1:]]):
-        plan = ready(run, *history)
+        plan = ready(run, *tasks(30), *history, *requests)
         assert (plan.groups_accepted, plan.groups_stale) == (8, 0)
+
+
+def refused(topic: str, key: str, at: int = SECOND) -> EventRejected:
+    """A message of this key in the dead letters."""
+    return EventRejected(
+        meta=Meta(id=f"{topic}-{key}", run_id=RUN_ID, category="", topic="dead-letters", sender="", timestamp=at),
+        original=b"",
+        original_key=key.encode(),
+        origin=Address(topic, 0, 0),
+        stage="score",
+        reason="no scorer is called so",
+    )
+
+
+@pytest.mark.parametrize("topic", ["trajectories", "rewards", "groups"])
+def test_a_group_of_which_a_message_was_refused_gives_its_share_of_the_budget_back(run: Run, topic: str) -> None:
+    plan = ready(run, *tasks(30))
+    first, *_ = groups_asked(plan)
+    apply_all(plan, [ended(request) for request in first])
+    assert plan.decide(0) == []
+    plan.apply(refused(topic, first[0].meta.group_id or ""))
+    assert len(groups_asked(plan)) == 1
+    assert (plan.groups_given_up, plan.groups_running, plan.rollouts_running) == (1, 8, 24)
+    assert plan.refused_because == "score: no scorer is called so"
+    plan.apply(completed(first[0]))
+    assert (plan.groups_given_up, plan.groups_accepted) == (0, 1), "an operator had it sent again"
+
+
+def test_refused_groups_are_counted_and_forgotten_after_a_while(run: Run) -> None:
+    plan = ready(run, *tasks(600, 1))
+    for number in range(600):
+        for request in asked(plan.decide(0)):
+            plan.apply(refused("rewards", request.meta.group_id or "", at=number))
+    assert (plan.groups_given_up, plan.groups_running, plan.tasks_waiting) == (600, 0, 0)
+    plan.decide(0)
+    assert len(list(plan._ledger)) == 256
+
+
+def test_a_member_whose_request_is_in_the_dead_letters_is_asked_for_again(run: Run) -> None:
+    plan = ready(run, *tasks(1))
+    lost = asked(plan.decide(0))[1]
+    plan.apply(refused("rollouts", lost.meta.trajectory_id or ""))
+    plan.decide(SECOND)
+    (again,) = asked(plan.decide(10 * SECOND))
+    assert (again.meta.trajectory_id, again.retry) == (lost.meta.trajectory_id, 1)
+
+
+def test_a_run_that_need_not_end_asks_on(run: Run) -> None:
+    endless = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, steps=0))
+    for each, asks_on in ((run, False), (endless, True)):
+        plan = ready(each, *tasks(60), published(100), loaded(100))
+        for _ in range(3):
+            for group in groups_asked(plan):
+                apply_all(plan, [*(ended(request) for request in group), completed(group[0], version=100)])
+        plan.apply(submitted(tasks(61)[60].task, 60))
+        assert (plan.groups_accepted, bool(plan.decide(0))) == (60, asks_on)
+
+
+def test_a_state_comes_back_and_goes_on(run: Run) -> None:
+    plan = ready(run, *tasks(30), *tasks(4, 1, "eval", 7), cancel(task_id="somebody"))
+    first, second, *_ = groups_asked(plan)
+    apply_all(plan, [*(ended(request) for request in first), completed(first[0]), ended(second[0], "infra_error")])
+    assert plan.decide(0) == []
+    again = Plan(run, SETTINGS)
+    again.restore(plan.encode())
+    assert again.decide(0) == []
+    assert again.encode() == plan.encode()
+    assert again.code_version == plan.code_version != Plan(run, CURRICULUM).code_version
+    for each in (plan, again):
+        (repaired,) = asked(each.decide(5 * SECOND))
+        assert (repaired.meta.trajectory_id, repaired.retry) == (second[0].meta.trajectory_id, 1)
+        assert (each.groups_accepted, each.groups_running, each.tasks_waiting) == (1, 7, 22 + 4)
 
 
 CURRICULUM = msgspec.structs.replace(SETTINGS, curriculum="pass_rate", curriculum_tags=["level"])
@@ -571,3 +635,58 @@ def test_the_program_catches_up_before_it_acts(run: Run, tmp_path: Path) -> None
         threading.Timer(0.4, stop.set).start()
         schedule(run, SETTINGS, Pulse(), stop, log)
         assert len(events_on(log, "rollouts")) == 9
+
+
+def test_no_request_is_made_that_cannot_be_read(run: Run, tmp_path: Path) -> None:
+    """However long an outage lasts and however quickly everything fails."""
+    log, _ = a_log(tmp_path)
+    plan = Plan(run, msgspec.structs.replace(SETTINGS, retry_seconds=0.01))
+    apply_all(plan, [published(1), loaded(1), *tasks(1, group_size=1)])
+    requests, decided = 0, plan.decide(0)
+    for second in range(1, 200):
+        for request in asked(decided):
+            requests += 1
+            log.append(request)
+            plan.apply(ended(request, "infra_error"))
+        plan.decide(second * SECOND)
+        decided = plan.decide(second * SECOND + SECOND // 2)
+        if closed(decided):
+            break
+    assert closed(decided), "it is asked for again and again"
+    assert requests == len(events_on(log, "rollouts")) == 101
+
+
+def test_a_curriculum_lets_go_of_nothing_that_was_submitted_and_not_for_it(run: Run) -> None:
+    """Only what the feeder drew in advance, and after many newer tasks of the feeder: it makes new ones when those end."""
+    drawn = tasks(LESSONS_NEWEST + 10)
+    added = [
+        msgspec.structs.replace(
+            event,
+            meta=msgspec.structs.replace(event.meta, task_id=f"s{number}", session_id="submitted", timestamp=time),
+        )
+        for time in (0, 10**12)
+        for number, event in enumerate(drawn, start=time)
+    ]
+    plan = Plan(run, msgspec.structs.replace(SETTINGS, curriculum="pass_rate"))
+    apply_all(plan, [*drawn[:5], *added])
+    plan.decide(0)
+    assert plan.tasks_waiting == 5 + len(added)
+    apply_all(plan, drawn[5:])
+    plan.decide(1)
+    assert plan.tasks_waiting == LESSONS_NEWEST + len(added)
+
+
+def test_every_task_that_is_called_off_is_closed_however_many_are(run: Run) -> None:
+    waiting = tasks(CANCELLATIONS_KEPT + 100, group_size=1)
+    calls = [cancel(10**9 + number, task_id=task.meta.task_id) for number, task in enumerate(waiting)]
+    plan = ready(run)
+    plan.decide(0)
+    apply_all(plan, [*waiting, *calls])
+    assert len(closed(plan.decide(1))) == len(waiting)
+    assert plan.tasks_waiting == 0
+    again = ready(run, *reversed(calls), *waiting)
+    again.decide(1)
+    assert again.encode() == plan.encode()
+    restored = Plan(run, SETTINGS)
+    restored.restore(plan.encode())
+    assert asked(restored.decide(2)) == []

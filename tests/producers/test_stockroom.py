@@ -1,7 +1,8 @@
-"""The default job: balanced, reproducible, and as hard as RECIPE.md says, which is measured by playing it."""
+"""The default job: balanced, reproducible, and as hard as docs/default_job.md says, which is measured by playing it."""
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from itertools import islice
 from statistics import mean
@@ -81,7 +82,7 @@ def test_the_teacher_is_weak() -> None:
 
 
 def test_the_teacher_takes_the_right_source_more_often_for_every_attribute() -> None:
-    """Else the choice cannot be learned per attribute and practice plateaus (RECIPE.md)."""
+    """Else the choice cannot be learned per attribute and practice plateaus (docs/default_job.md)."""
     right: Counter[str] = Counter()
     asked: Counter[str] = Counter()
     for seed, task in enumerate(islice(tasks("train", 1), ROLLOUTS)):
@@ -133,7 +134,7 @@ def test_the_truth_is_nowhere_the_policy_reads() -> None:
         if task.tags["kind"] == "calc":
             assert not world.tables
             assert not world.keys
-        assert len(task.world) < 1300, "the world travels in several events"
+        assert len(task.world) < 1300, "worlds are most of the topic of tasks"
 
 
 def test_it_loads_as_a_job_and_its_texts_end() -> None:
@@ -142,3 +143,23 @@ def test_it_loads_as_a_job_and_its_texts_end() -> None:
     assert job.texts is not None
     texts = list(job.texts(0))
     assert all(any(piece in text for text in texts) for piece in stockroom.SCAFFOLD)
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 8190, 8192, 8200, 8445, 8448, 9000])
+def test_a_start_gives_the_same_tasks_as_counting_up_to_it(start: int) -> None:
+    assert list(islice(stockroom.tasks("train", 3, start), 5)) == list(
+        islice(stockroom.tasks("train", 3), start, start + 5)
+    )
+
+
+def test_a_far_start_does_not_draw_what_is_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    block = stockroom._block
+
+    def counted(split: str, seed: int, number: int) -> Iterator[Task]:
+        drawn.append(number)
+        return block(split, seed, number)
+
+    monkeypatch.setattr(stockroom, "_block", counted)
+    next(stockroom.tasks("train", 0, 10**9))
+    assert drawn == [1 + (10**9 - 8192) // 256]

@@ -2,16 +2,21 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from producers import stockroom
+from producers.agent import Agent
 from producers.config import FeederSettings
-from producers.tasks import Feed, feed, read_tasks, tasks_of
+from producers.task_lines import Names, read_tasks
+from producers.tasks import Feed, feed, tasks_of
+from producers.topology import Cast
 from schemas.errors import BadInput
-from schemas.events import ControlIssued, Event, RolloutRequested, TaskSubmitted, TrajectoryAssembled
+from schemas.events import AttemptEnded, ControlIssued, Event, RolloutRequested, Task, TaskSubmitted
 from schemas.job import Job, load_job
 from schemas.metrics import Pulse
 from schemas.run import Run
@@ -26,7 +31,7 @@ def run(tmp_path: Path) -> Run:
     return a_run(tmp_path, demonstrations=4, groups_per_batch=1, group_size=2, steps=4, staleness_target=1)
 
 
-def all_ended(events: list[Event]) -> list[TrajectoryAssembled]:
+def all_ended(events: list[Event]) -> list[AttemptEnded]:
     """Every member of every task has ended."""
     return [
         ended(
@@ -121,7 +126,7 @@ def test_a_restart_goes_on_where_it_was_even_after_half_a_write(run: Run) -> Non
     for event in [*tasks, published(1)]:
         again.apply(event)
     rest = again.decide(0)
-    assert [event for event in rest if isinstance(event, TaskSubmitted)] == [lost]
+    assert [event.meta.id for event in rest if isinstance(event, TaskSubmitted)] == [lost.meta.id]
     assert controls(rest) == [("hold", 1)], "a hold may be said twice"
 
 
@@ -153,6 +158,56 @@ def test_a_curriculum_is_given_several_tasks_for_each_that_is_played(run: Run) -
     assert len(fold.decide(0)) == 3
 
 
+def test_a_run_that_need_not_end_is_evaluated_and_fed_for_ever(run: Run) -> None:
+    endless = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, steps=0, demonstrations=0))
+    fold = Feed(endless, SETTINGS, stockroom.tasks)
+    fold.apply(published(0))
+    start = fold.decide(0)
+    assert sessions(start) == {"eval-v0000-sampled": 6}
+    for event in all_ended(start):
+        fold.apply(event)
+    assert (sessions(fold.decide(0)), fold.phase) == ({"train": 5}, "trains: version 0, until stopped")
+    for version in (1000, 1001, 1002):
+        fold.apply(published(version))
+        for _ in range(3):
+            for event in all_ended(fold.decide(0)):
+                fold.apply(event)
+    assert fold._evaluations_over > 400
+    assert set(fold._numbers) <= {"train"}, "evaluations that are over are known by a count"
+    assert len(fold.encode()) < 20_000
+
+
+def test_tasks_of_other_sessions_are_none_of_its_business(run: Run) -> None:
+    fold = Feed(run, SETTINGS, stockroom.tasks)
+    first = fold.decide(0)
+    before = fold.encode()
+    other = [
+        msgspec.structs.replace(event, meta=msgspec.structs.replace(event.meta, session_id=name))
+        for event in (first[0], all_ended(first)[0])
+        for name in ("submitted", "eval-v0002-sampled", "eval-vx", "")
+    ]
+    for event in other:
+        fold.apply(event)
+    assert (fold.decide(0), fold.encode()) == ([], before)
+
+
+def test_a_state_comes_back_and_goes_on(run: Run) -> None:
+    fold = Feed(run, SETTINGS, stockroom.tasks)
+    demonstrations = fold.decide(0)
+    for event in [*all_ended(demonstrations)[:3], published(1)]:
+        fold.apply(event)
+    evaluation = fold.decide(0)
+    again = Feed(run, SETTINGS, stockroom.tasks)
+    again.restore(fold.encode())
+    assert sessions(again.decide(0)) == {}
+    assert again.encode() == fold.encode()
+    for each in (fold, again):
+        for event in all_ended(evaluation):
+            each.apply(event)
+        assert sessions(each.decide(0)) == {"train": 5}
+    assert again.encode() == fold.encode()
+
+
 def test_the_program_over_a_log(run: Run, tmp_path: Path) -> None:
     log, _ = a_log(tmp_path)
     log.append(published(1))
@@ -165,6 +220,10 @@ def test_the_program_over_a_log(run: Run, tmp_path: Path) -> None:
 
 def job() -> Job:
     return load_job("producers.stockroom")
+
+
+def names() -> Names:
+    return Names(job(), Cast())
 
 
 def test_a_tasks_file_takes_the_place_of_the_job(run: Run, tmp_path: Path) -> None:
@@ -191,7 +250,9 @@ def test_a_tasks_file_takes_the_place_of_the_job(run: Run, tmp_path: Path) -> No
         ("{", "line 2: "),
         ('{"reference": "4"}', "prompt"),
         ('{"prompt": "x", "colour": "red"}', "colour"),
-        ('{"prompt": "x", "toolset": ["telepathy"]}', "telepathy"),
+        ('{"prompt": "x", "toolset": ["telepathy"]}', "telepathy.*known tools: .*calculator"),
+        ('{"prompt": "x", "scorers": ["exakt_match"]}', "exakt_match.*known scorers: exact_match"),
+        ('{"prompt": "x", "scorers": []}', "at least one scorer"),
         ('{"prompt": "x", "world": {"tables": 3}}', "tables|name"),
         ('{"prompt": "x", "split": "test"}', "test"),
         ('{"prompt": "x", "world": {"name": "w", "keys": {"a/b": 1}}}', "a/b"),
@@ -201,17 +262,80 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(BadInput, match=says) as raised:
-        read_tasks(path, job())
+        read_tasks(path, names())
     assert str(path) in str(raised.value)
     assert "line 2" in str(raised.value)
 
 
+def test_all_bad_lines_of_a_file_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": 1}\n{"prompt": "fine"}\n{}\n\n{"prompt": "x", "scorers": ["no"]}\n')
+    with pytest.raises(BadInput, match=r"line 1: .*2 more bad lines: 3, 5"):
+        read_tasks(path, names())
+
+
+def test_agents_are_checked_where_the_job_has_some(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"prompt": "x", "agent": "writr"}\n')
+    assert read_tasks(path, names())[0].agent == "writr", "one agent plays whatever it is called"
+    with pytest.raises(BadInput, match="no agent 'writr'; known agents: critic, writer"):
+        read_tasks(path, Names(job(), Cast.of([Agent(name="writer"), Agent(name="critic")])))
+
+
+def misspelt(split: str, seed: int, start: int = 0) -> Iterator[Task]:
+    """A job whose third task names a scorer that does not exist."""
+    for number, task in enumerate(stockroom.tasks(split, seed, start), start=start):
+        yield msgspec.structs.replace(task, scorers=["exakt_match"]) if number == 2 else task
+
+
+def test_tasks_of_the_job_itself_are_checked_one_by_one(run: Run) -> None:
+    bad = Job("bad", misspelt, "", (), (), lambda task, turns, seed: "", None)
+    fold = Feed(run, SETTINGS, tasks_of(run, SETTINGS, bad))
+    with pytest.raises(BadInput, match="job bad, task 2 of split train: there is no scorer 'exakt_match'"):
+        fold.decide(0)
+    worse = Job("worse", lambda split, seed, start=0: misspelt(split, seed, start + 2), "", (), (), None, None)
+    with pytest.raises(BadInput, match="job worse, task 0"):
+        tasks_of(a_run(Path("/nowhere"), demonstrations=0), SETTINGS, worse)
+
+
 def test_files_and_jobs_that_cannot_be_used_are_bad_input(run: Run, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be read"):
-        read_tasks(tmp_path / "missing.jsonl", job())
+        read_tasks(tmp_path / "missing.jsonl", names())
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(BadInput, match="no task of split train"):
         tasks_of(run, FeederSettings(tasks_file=str(tmp_path / "empty.jsonl")), job())
     mute = Job("mute", stockroom.tasks, "", (), (), None, None)
     with pytest.raises(BadInput, match="demonstrate"):
         tasks_of(run, FeederSettings(), mute)
+
+
+def test_a_restart_holds_no_version_again_when_there_are_fewer_held_out_tasks_than_wanted(run: Run) -> None:
+    def few(split: str, seed: int, start: int = 0) -> Iterator[Task]:
+        drawn = stockroom.tasks(split, seed, start)
+        return drawn if split == "train" else islice(drawn, max(0, 3 - start))
+
+    settings = FeederSettings(evaluation_tasks=5, evaluation_every=0, train_backlog=2)
+    feed = Feed(run, settings, few)
+    history: list[Event] = [published(1)]
+    feed.apply(published(1))
+    for now in range(4):
+        decided = feed.decide(now)
+        history += [*decided, *all_ended(decided)]
+        for event in all_ended(decided):
+            feed.apply(event)
+    assert controls(history) == [("hold", 1), ("release", 1)]
+    again = Feed(run, settings, few)
+    for fact in history:
+        again.apply(fact)
+    assert ("hold", 1) not in controls(again.decide(10))
+    feed.decide(10)
+    assert again.encode() == feed.encode()
+
+
+@pytest.mark.parametrize("name", ["eval-v" + "1" * 5000 + "-sampled", "eval-v00001-sampled"])
+def test_a_session_that_only_looks_like_an_evaluation_is_none(run: Run, name: str) -> None:
+    feed = Feed(run, SETTINGS, stockroom.tasks)
+    before = feed.encode()
+    [task, *_] = [event for event in Feed(run, SETTINGS, stockroom.tasks).decide(0) if isinstance(event, TaskSubmitted)]
+    feed.apply(msgspec.structs.replace(task, meta=msgspec.structs.replace(task.meta, session_id=name)))
+    assert feed.encode() == before

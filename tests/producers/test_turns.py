@@ -33,7 +33,7 @@ from schemas.events import (
 )
 from schemas.ids import now_microseconds
 from schemas.packed import unpack_logprobs, unpack_tokens
-from tests.producers.field import RUN_ID, tokenizer_json
+from tests.producers.field import RUN_ID, no_blobs, tokenizer_json
 
 PYTHON = '<tool_call>{"name": "python", "arguments": {"code": "5*9"}}</tool_call>'
 CHAT = ChatFormat(tokenizer_json())
@@ -112,7 +112,7 @@ async def played(
             system_prompt="Tools: python",
             worker="worker-1",
             emit=emitted.append,
-            keep_blob=lambda data: "",
+            keep_blob=no_blobs,
             tools_hash="t",
         )
     return emitted

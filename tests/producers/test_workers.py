@@ -149,7 +149,7 @@ async def policy_server(turns: asyncio.Semaphore) -> AsyncIterator[str]:
 async def a_site(kafka_run: Run) -> AsyncIterator[Site]:
     run = msgspec.structs.replace(kafka_run, run_id=f"workers-{uuid.uuid4().hex[:8]}")
     log = open_log(run)
-    weights = published(0, Blobs(run.blobs_url))
+    weights = await asyncio.to_thread(published, 0, Blobs(run.blobs_url))
     log.append(msgspec.structs.replace(weights, meta=msgspec.structs.replace(weights.meta, run_id=run.run_id)))
     log.flush()
     turns = asyncio.Semaphore(0)

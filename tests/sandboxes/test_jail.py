@@ -107,5 +107,6 @@ async def test_nothing_is_left_when_the_block_ends() -> None:
         assert await process.stdout.readline() == b"here\n"
         folders = [Path(word) for word in command[4 : command.index("--")]]
         assert all((folder / "cgroup.procs").read_text() for folder in folders)
-    assert await process.wait() == -9
+    # killed itself, or ended by the death of what runs inside, whichever the sweep of the cgroup came to first
+    assert await process.wait() in (-9, 128 + 9)
     assert not any(folder.exists() for folder in folders)

@@ -23,23 +23,47 @@ import structlog
 
 from schemas.blobs import Blobs
 from schemas.codec import Codec
-from schemas.events import Address, BatchCut, Event, GroupCompleted
+from schemas.events import (
+    Address,
+    BatchCut,
+    Event,
+    GroupCompleted,
+    RolloutStarted,
+    SnapshotTaken,
+    TrajectoryAssembled,
+    TurnGenerated,
+)
+from schemas.job import Score
 from schemas.metrics import Pulse
 from schemas.registry import MemoryRegistry
+from schemas.run import JobSettings, LogSettings, Run
 from streams.config import CutSettings
-from streams.cut import Cutter, restored
+from streams.cut import Cutter, batches_of, folded, restored
 from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.hops.groups_to_batches import CutGroups
 from streams.log.memory import MemoryLog
+from streams.rules.staleness import admitted, oldest_version
 from streams.stage import Change, Stage
 from tests.flow.synthetic import rollout
 from tests.simulation.troubled_log import Fate, Killed, Nothing, TroubledLog, TroubledReader
 
 RUN_ID = "simulated"
-GROUPS = 5
+GROUPS = 24
+GROUPS_AT_ONCE = 3
+"the scheduler paces: work begins on so many groups before the first of them has ended"
 GROUP_SIZE = 2
 GROUPS_PER_BATCH = 2
+SNAPSHOT_BATCHES = 2
+STALENESS_MAX = 2
+TRAJECTORIES_REMEMBERED = 1
+GROUPS_REMEMBERED = 3
+"""of a partition, after they have ended: little enough that most are forgotten before the run is over. Fewer groups would be
+less than what a killed score stage repeats"""
+BLOCK_ENTRIES = 2
+STATES_MAX = 24
+"of a hop when all has ended; there are 48 trajectories and 24 groups"
+RUN = Run(run_id=RUN_ID, seed=0, job=JobSettings(), log=LogSettings(), blobs_url="memory://", program="cut")
 
 
 class RememberingCodec(Codec):
@@ -80,7 +104,7 @@ class Rollouts(Program):
             self.log.append(message)
             return
         self.log.flush()
-        if self._playing is not None:
+        if self._playing is not None and not self._plays.is_broken:
             self._plays.ended.add(self._playing)  # as a committed offset of the request would say
         self._playing = self._plays.next_unended()
         if self._playing is None:
@@ -95,30 +119,62 @@ class Plays:
     chance: random.Random
     ended: set[tuple[int, int]]
     attempts: int = 0
+    is_broken: bool = False
+    "the newest attempt has a message that assemble refuses: it never ends, and the member is asked for again"
 
     def next_unended(self) -> tuple[int, int] | None:
         left = [(g, m) for g in range(GROUPS) for m in range(GROUP_SIZE) if (g, m) not in self.ended]
-        return self.chance.choice(left) if left else None
+        return self.chance.choice(left[: GROUPS_AT_ONCE * GROUP_SIZE]) if left else None
 
     def attempt(self, group: int, member: int) -> list[Event]:
         self.attempts += 1
         answer = self.chance.choice(("7", "8"))
-        return rollout(
-            group, member, attempt=self.attempts, answer=answer, group_size=GROUP_SIZE, run_id=RUN_ID, version=0
+        started, turn, *rest = rollout(
+            group,
+            member,
+            attempt=self.attempts,
+            answer=answer,
+            group_size=GROUP_SIZE,
+            run_id=RUN_ID,
+            version=group // 8,
         )
+        assert isinstance(started, RolloutStarted)
+        assert isinstance(turn, TurnGenerated)
+        if self.chance.random() < 0.1:
+            task = msgspec.structs.replace(started.task, scorers=[self.chance.choice(("misspelt", "failing"))])
+            started = msgspec.structs.replace(started, task=task)
+        self.is_broken = self.chance.random() < 0.1
+        if self.is_broken:
+            turn = msgspec.structs.replace(turn, logprobs=b"1234")
+        return [started, turn, *rest]
+
+
+class Failing:
+    """A scorer that is no good."""
+
+    name = "failing"
+    version = "1"
+
+    def score(self, trajectory: TrajectoryAssembled) -> Score:
+        raise ArithmeticError(trajectory.meta.id)
 
 
 class Streams(Program):
     """What the Faust app does with its stages: take, and now and then commit."""
 
+    remembered = (TRAJECTORIES_REMEMBERED, GROUPS_REMEMBERED)
+    stage_class: type[Stage] = Stage
+
     def __init__(self, log: TroubledLog, stores: dict[str, dict[bytes, bytes]]) -> None:
         super().__init__(log)
         self._stores = stores
         self._at_work: list[tuple[Stage, TroubledReader]] = []
-        for hop in hops((), "standardised"):
+        for hop in hops((Failing(),), "standardised", *self.remembered):
             reader = log.reader([hop.reads], f"streams-{hop.name}")
             assert isinstance(reader, TroubledReader)
-            stage = Stage(hop, RUN_ID, stores.setdefault(hop.name, {}).get, now=lambda: 0)
+            stage = self.stage_class(
+                hop, RUN_ID, stores.setdefault(hop.name, {}).get, now=lambda: 0, block_entries=BLOCK_ENTRIES
+            )
             self._at_work.append((stage, reader))
 
     def advance(self) -> None:
@@ -150,8 +206,9 @@ class Streams(Program):
             stage.keep(self._writer(self._stores[stage.hop.name]))
 
     def commit_offsets(self) -> None:
-        for _, reader in self._at_work:
+        for stage, reader in self._at_work:
             reader.commit()
+            stage.committed()
 
     def _writer(self, store: dict[bytes, bytes]) -> Callable[[bytes, Change], None]:
         def write(key: bytes, change: Change) -> None:
@@ -169,14 +226,34 @@ class Cut(Program):
 
     def __init__(self, log: TroubledLog, hop: CutGroups) -> None:
         super().__init__(log)
-        self._cutter = Cutter(log, hop, RUN_ID, CutSettings(), Pulse())
+        spoil_snapshots(log.beneath, log.fate)
+        self._cutter = Cutter(log, hop, RUN, CutSettings(snapshot_batches=SNAPSHOT_BATCHES), Pulse())
+        check_snapshot(log.beneath)
 
     def advance(self) -> None:
         self._cutter.run_until(threading.Event())
 
 
+def spoil_snapshots(log: MemoryLog, fate: Fate) -> None:
+    """Now and then they are gone, or another version of the code has written them."""
+    snapshots = log._partitions["snapshots", 0]
+    if fate.happens(0.1):
+        snapshots.clear()
+    elif fate.happens(0.1):
+        for event in _events(log, "snapshots"):
+            assert isinstance(event, SnapshotTaken)
+            log.append(msgspec.structs.replace(event, code_version="another"))
+
+
+def check_snapshot(log: MemoryLog) -> None:
+    """Snapshot and tail are the fold of all batches, byte for byte."""
+    whole = folded(cutting(), batches_of(log, RUN, ()))
+    encode = msgspec.msgpack.Encoder(order="deterministic").encode
+    assert encode(restored(log, cutting(), RUN)) == encode(whole), "snapshot and tail are not the fold of all batches"
+
+
 def cutting(kind: type[CutGroups] = CutGroups) -> CutGroups:
-    return kind(RUN_ID, GROUPS_PER_BATCH, staleness_max=4, first_version=0)
+    return kind(RUN_ID, GROUPS_PER_BATCH, STALENESS_MAX, first_version=0)
 
 
 @dataclass
@@ -186,6 +263,8 @@ class Simulated:
     log: MemoryLog
     fate: Fate
     attempts: int
+    stores: dict[str, dict[bytes, bytes]]
+    "states by hop and key"
 
 
 def simulate(seed: int, streams: type[Streams] = Streams, cut: type[CutGroups] = CutGroups) -> Simulated:
@@ -220,7 +299,7 @@ def simulate(seed: int, streams: type[Streams] = Streams, cut: type[CutGroups] =
             lives[which] = None
             idle = 0
     _finish(log, fate, births, lives)
-    return Simulated(log, fate, plays.attempts)
+    return Simulated(log, fate, plays.attempts, stores)
 
 
 def _finish(
@@ -270,11 +349,14 @@ def check(simulated: Simulated) -> None:
     quiet = MemoryLog(_CODEC)
     for delivery in simulated.log.reader(["messages"]).poll(10**6, 0.0):
         quiet.append_bytes("messages", delivery.key or b"", delivery.value)
-    Driver(quiet, hops((), "standardised"), RUN_ID).run_until_caught_up()
-    for topic in ("trajectories", "rewards", "groups"):
+    Driver(quiet, hops((Failing(),), "standardised"), RUN_ID, now=lambda: 0).run_until_caught_up()
+    for topic in ("trajectories", "attempts", "rewards", "groups", "dead-letters"):
         found, expected = facts(simulated.log, topic), facts(quiet, topic)
         assert found == expected, f"{topic}: {len(found)} facts where {len(expected)} follow from the messages"
-    assert simulated.log.count(["dead-letters"]) == quiet.count(["dead-letters"])
+    ended = {event.meta.group_id for event in _events(simulated.log, "groups")}
+    assert ended == {f"g{group}" for group in range(GROUPS)}, "a group never ends"
+    sizes = {name: sum(not key.startswith(b"\0") for key in store) for name, store in simulated.stores.items()}
+    assert max(sizes.values()) <= STATES_MAX, f"hops forget too little: {sizes}"
     _check_batches(simulated.log)
 
 
@@ -312,12 +394,27 @@ def _check_batches(log: MemoryLog) -> None:
     assert len(cut) == len(set(cut)), "a group is in two batches"
     live = {group_id for group_id, group in groups.items() if group.dropped_because is None}
     assert set(cut) <= live
-    assert len(live - set(cut)) < GROUPS_PER_BATCH, "groups wait although a batch could be cut"
+    stale = {group for batch in batches for group in batch.groups_stale}
+    waiting = [
+        group_id
+        for group_id in live - set(cut) - stale
+        if admitted(len(batches), oldest_version(groups[group_id]), STALENESS_MAX)
+    ]
+    assert len(waiting) < GROUPS_PER_BATCH, "groups wait although a batch could be cut"
     for batch in batches:
         assert len(batch.groups) == GROUPS_PER_BATCH
         wanted = [member.trajectory_id for group in batch.groups for member in groups[group].members if member.valid]
         assert [member.trajectory_id for member in batch.members] == wanted
-    assert restored(log, cutting(), RUN_ID).index_next == len(batches)
+    state = restored(log, cutting(), RUN)
+    assert state.index_next == len(batches)
+    remembered = {
+        group
+        for batch in batches
+        for group in (*batch.groups, *batch.groups_stale, *batch.groups_passed)
+        if admitted(len(batches), batch.policy_ceiling, STALENESS_MAX)
+    }
+    assert set(state.seen) == remembered, "the cutter remembers what it may forget, or forgets what it may not"
+    check_snapshot(log)
     read = [
         (d.address, d.event) for d in log.reader(["groups"]).poll(10**6, 0.0) if isinstance(d.event, GroupCompleted)
     ]

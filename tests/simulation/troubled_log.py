@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from schemas.codec import Codec
 from schemas.events import Address, Event, Position
 from schemas.topics import topic_of
 from streams.log.memory import MemoryLog, MemoryReader, MemoryTransactor
@@ -57,6 +58,10 @@ class TroubledLog:
     _unsent: dict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
     "by key: events of one key keep their order"
 
+    @property
+    def codec(self) -> Codec:
+        return self.beneath.codec
+
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
         self.fate.may_kill()
         self._unsent[topic_of(event).key(event)].append(event)
@@ -89,8 +94,8 @@ class TroubledLog:
     def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
         return self.beneath.unread(group, topics)
 
-    def messages(self, topics: Sequence[str]) -> Iterator[RawMessage]:
-        return self.beneath.messages(topics)
+    def messages(self, topics: Sequence[str], start: Sequence[Position] = ()) -> Iterator[RawMessage]:
+        return self.beneath.messages(topics, start)
 
     def count(self, topics: Sequence[str]) -> dict[str, int]:
         return self.beneath.count(topics)
@@ -104,9 +109,24 @@ class TroubledLog:
     def close(self) -> None:
         self.flush()
 
-    def reader(self, topics: Sequence[str], group: str | None = None, *, alone: bool = False) -> MemoryReader:
-        # without a group a program reads its own past back, which is never in portions
-        return TroubledReader(self, topics, group) if group is not None else MemoryReader(self.beneath, topics, None)
+    def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
+        self.beneath.begin_group(group, topics, start)
+
+    def end_positions(self, topics: Sequence[str]) -> list[Position]:
+        return self.beneath.end_positions(topics)
+
+    def reader(
+        self,
+        topics: Sequence[str],
+        group: str | None = None,
+        *,
+        alone: bool = False,
+        start: Sequence[Position] = (),
+    ) -> MemoryReader:
+        if group is None:  # a program reads its own past back, which is never in portions
+            return MemoryReader(self.beneath, topics, None, start)
+        self.begin_group(group, topics, start)
+        return TroubledReader(self, topics, group)
 
     def transactor(self, name: str) -> "TroubledTransactor":
         return TroubledTransactor(self.fate, self.beneath.transactor(name))

@@ -161,7 +161,7 @@ def test_a_message_that_was_never_delivered_ends_the_worker(run: Run, messages: 
         for offset in offsets:
             value = by_offset[min(offset, max(by_offset))].value
             message = SimpleNamespace(topic="messages", partition=0, offset=offset, key=b"", value=value)
-            agent._take(SimpleNamespace(message=message))
+            agent._take(SimpleNamespace(message=message), await agent._delivered(message))
 
     asyncio.run(take(0, 0, 1, 2))
     asyncio.run(take(0, 0, 1, 0, 1, 2))  # sought back

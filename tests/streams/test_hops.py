@@ -1,6 +1,8 @@
 """The hops over the in-memory log: what they make of messages, however often and in whatever company they arrive."""
 
+import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,22 +15,26 @@ from schemas.codec import Codec
 from schemas.events import (
     Address,
     AgentMessaged,
+    AttemptEnded,
     BatchCut,
     Context,
     Event,
     EventRejected,
     GroupCompleted,
     RewardAssigned,
+    RolloutStarted,
     TrajectoryAssembled,
     TurnGenerated,
     VersionSpan,
 )
+from schemas.job import Score
 from schemas.packed import pack_tokens, token_count, unpack_logprobs, unpack_tokens
 from schemas.registry import MemoryRegistry
 from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.hops.groups_to_batches import CutGroups, Cutting
 from streams.hops.messages_to_trajectories import Assemble, Assembly
+from streams.hops.rewards_to_groups import Gathering, GroupRewards
 from streams.log.memory import MemoryLog
 from streams.rules.dead_letter import TooManyRejects
 from tests.flow.synthetic import RUN_ID, groups, rollout
@@ -70,6 +76,25 @@ def test_a_trajectory_is_the_exact_tokens_in_order(log: MemoryLog) -> None:
     assert [said.role for said in trajectory.transcript] == ["user", "assistant", "tool", "assistant"]
 
 
+def test_an_attempt_that_ended_is_told_of_without_its_tokens(log: MemoryLog) -> None:
+    append(log, rollout(0, 0, ended_by="deadline"))
+    driven(log)
+    (trajectory,), (ended,) = on(log, "trajectories"), on(log, "attempts")
+    assert isinstance(ended, AttemptEnded)
+    for name in ("group_id", "trajectory_id", "attempt_id", "causation_id", "purpose", "timestamp"):
+        assert getattr(ended.meta, name) == getattr(trajectory.meta, name)
+    for name in ("index", "ended_by", "reason", "tokens_sampled", "policy_version_oldest"):
+        assert getattr(ended, name) == getattr(trajectory, name)
+    assert ended.group_size == trajectory.task.group_size
+
+
+def test_a_message_that_names_no_group_is_refused(log: MemoryLog) -> None:
+    messages: list[Any] = [replace(event, meta=replace(event.meta, group_id=None)) for event in rollout(0, 0)]
+    append(log, messages)
+    driven(log)
+    assert len(on(log, "dead-letters")) == len(messages)
+
+
 def test_everything_delivered_twice_changes_nothing(log: MemoryLog, tmp_path: Path) -> None:
     once = MemoryLog(Codec(MemoryRegistry(), Blobs((tmp_path / "once").as_uri())))
     for messages in groups(12):
@@ -80,6 +105,7 @@ def test_everything_delivered_twice_changes_nothing(log: MemoryLog, tmp_path: Pa
     driven(once)
     driven(log)
     assert on(log, "trajectories") == on(once, "trajectories")
+    assert on(log, "attempts") == on(once, "attempts")
     assert on(log, "rewards") == on(once, "rewards")
     assert on(log, "groups") == on(once, "groups")
     assert on(log, "batches") == on(once, "batches")
@@ -142,6 +168,101 @@ def test_a_group_without_variance_is_dropped_and_says_so(log: MemoryLog) -> None
     driven(log)
     assert [group.dropped_because for group in on(log, "groups")] == ["zero_variance"]
     assert on(log, "batches") == []
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class Scripted:
+    """A scorer of somebody's own that does what the test says."""
+
+    name = "own"
+    version = "1"
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        self._act = act
+
+    def score(self, trajectory: TrajectoryAssembled) -> Score:
+        return cast(Score, self._act())
+
+
+def raise_it(error: BaseException) -> Any:
+    raise error
+
+
+FAILING_SCORERS: list[tuple[str, Callable[[], Any]]] = [
+    ("ZeroDivisionError", lambda: 1 / 0),
+    ("SystemExit", lambda: raise_it(SystemExit(3))),
+    ("Unprintable", lambda: raise_it(Unprintable())),
+    ("returned NoneType", lambda: None),
+    ("nan is not a number", lambda: Score(score=float("nan"))),
+    ("inf is not a number", lambda: Score(score=0.0, parts={"part": float("inf")})),
+    ("could not convert", lambda: Score(score=cast(float, "much"))),
+    ("surrogates not allowed", lambda: Score(score=0.0, evidence="\ud800")),
+    ("so it says", lambda: Score(score=0.0, excluded_because="so it says")),
+]
+
+
+@pytest.mark.parametrize(("reason", "act"), FAILING_SCORERS)
+def test_whatever_a_scorer_does_the_group_completes_and_the_member_says_why(
+    log: MemoryLog, reason: str, act: Callable[[], Any]
+) -> None:
+    append(log, [event for index in range(4) for event in with_scorers(rollout(0, index), ["exact_match", "own"])])
+    Driver(log, hops([Scripted(act)], "centred"), RUN_ID).run_until_caught_up()
+    (group,) = on(log, "groups")
+    assert [member.valid for member in group.members] == [False] * 4
+    assert group.dropped_because == "too_few_valid"
+    rewards = [reward for reward in on(log, "rewards") if reward.scorer == "own"]
+    assert [reward.verdict for reward in rewards] == ["excluded"] * 4
+    assert all(reason in reward.excluded_because for reward in rewards)
+    assert on(log, "dead-letters") == []
+
+
+@pytest.mark.parametrize(("scorers", "reason"), [(["exact_macth"], "no scorer is called exact_macth"), ([], "none")])
+def test_a_scorer_that_does_not_exist_excludes_the_member(log: MemoryLog, scorers: list[str], reason: str) -> None:
+    for index, answer in enumerate("78"):
+        append(log, rollout(0, index, answer=answer))
+    append(log, with_scorers(rollout(0, 2), scorers))
+    append(log, rollout(0, 3, answer="8"))
+    driven(log)
+    (group,) = on(log, "groups")
+    assert [member.valid for member in group.members] == [True, True, False, True]
+    (excluded,) = [reward for reward in on(log, "rewards") if reward.verdict == "excluded"]
+    assert reason in excluded.excluded_because
+
+
+def test_a_scorer_that_speaks_of_infra_errors_does_not_leave_the_group_open(log: MemoryLog) -> None:
+    for index in range(4):
+        append(log, with_scorers(rollout(0, index), ["own"]))
+    scorer = Scripted(lambda: Score(score=0.0, excluded_because="infra_error"))
+    Driver(log, hops([scorer], "centred"), RUN_ID).run_until_caught_up()
+    assert len(on(log, "groups")) == 1
+
+
+def test_a_reward_of_others_that_is_no_number_is_not_counted(log: MemoryLog) -> None:
+    for messages in groups(1):
+        append(log, messages)
+    driven(log)
+    hop, state = GroupRewards("centred"), None
+    for offset, reward in enumerate(on(log, "rewards")):
+        spoilt = replace(reward, score=float("nan")) if reward.index == 1 else replace(reward, score=float(offset))
+        outcome = hop.step(state, spoilt, Address("rewards", 0, offset))
+        state = cast(Gathering, outcome.state)
+    (group,) = outcome.events
+    assert isinstance(group, GroupCompleted)
+    assert [member.valid for member in group.members] == [True, False, True, True]
+    assert math.isfinite(group.reward_mean)
+    assert all(math.isfinite(member.advantage) for member in group.members)
+
+
+def with_scorers(messages: list[Event], scorers: list[str]) -> list[Event]:
+    """The same attempt at a task that names these scorers."""
+    return [
+        replace(event, task=replace(event.task, scorers=scorers)) if isinstance(event, RolloutStarted) else event
+        for event in messages
+    ]
 
 
 def teamwork(group: int = 0, index: int = 0) -> list[Any]:

@@ -123,7 +123,7 @@ def test_by_the_driver(log: MemoryLog, folder: Path, lose: Callable[[Path], str]
 def test_by_the_cutter(log: MemoryLog, folder: Path, lose: Callable[[Path], str]) -> None:
     address = appended(log, msgspec.structs.replace(synthetic(GroupCompleted), scorer_set=_LARGE))
     said = lose(folder)
-    cutter = Cutter(log, CutGroups(RUN.run_id, 1, 4, 1), RUN.run_id, CutSettings(), Pulse())
+    cutter = Cutter(log, CutGroups(RUN.run_id, 1, 4, 1), RUN, CutSettings(), Pulse())
     with Running(cutter.run_until):
         reject = reject_of(log.reader(["dead-letters"]), address)
     assert (reject.stage, said in reject.reason) == ("cut", True), reject.reason

@@ -1,6 +1,6 @@
 """`make torture`: the long forms of what the suite proves in short; writes what came of each to docs/reliability.md.
 
-python -m tests.torture [--quick] [simulation] [fuzz] [kills] [pressure] [trouble]
+python -m tests.torture [--quick] [simulation] [fuzz] [kills] [cluster] [pressure] [trouble]
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 from deploy.local.stack import local_log
 from schemas.run import JobSettings, Run
 from tests.simulation.simulator import only_errors, simulate_on_all_cores
+from tests.torture.cluster import flow_on_cluster, train_on_cluster
 from tests.torture.fuzz import INPUT_TOPICS, fuzz
 from tests.torture.fuzz_broker import fuzz_on_broker
 from tests.torture.fuzz_programs import ROUNDS, fuzz_programs
@@ -82,6 +83,22 @@ def trouble(quick: bool) -> str:
         return told_of_trouble(run, folder, quick)
 
 
+def cluster(quick: bool) -> str:
+    with tempfile.TemporaryDirectory(prefix="replayground-torture-") as folder:
+        flowed = flow_on_cluster(Path(folder) / "flow", 3 if quick else 24, seed=1, groups_count=40 if quick else 400)
+        assert flowed.holds, flowed
+        told = train_on_cluster(Path(folder), kills_wanted=3 if quick else 24, seed=1, steps=3 if quick else 20)
+    verdict = told.verdict
+    assert told.holds, told
+    return (
+        f"{verdict.kills.total()} times kill -9 of one of three brokers in {verdict.seconds:.0f} s over one run of the example "
+        f"job by SASL_SSL, with three copies, two in sync, and ACLs for every program: {verdict.messages:,} messages, "
+        f"{verdict.facts}; {verdict.batches}; {verdict.versions} versions; {verdict.trace_rows:,} trace rows for "
+        f"{verdict.log_events:,} events on the log; {flowed.kills} more under streams and cutter alone: {flowed.messages:,} "
+        f"messages, {flowed.facts}; {flowed.batches}, {flowed.groups_left} groups left"
+    )
+
+
 @contextmanager
 def local_run(name: str) -> Iterator[tuple[Run, Path]]:
     """A run on a broker and registry of its own, and a folder."""
@@ -93,6 +110,7 @@ SUBJECTS: dict[str, Callable[[bool], str]] = {
     "simulation": simulation,
     "fuzz": fuzzing,
     "kills": kills,
+    "cluster": cluster,
     "pressure": pressure,
     "trouble": trouble,
 }

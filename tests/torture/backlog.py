@@ -61,8 +61,7 @@ def catch_up(folder: Path, group_count: int) -> dict[str, CaughtUp]:
             run_id=RUN_ID,
             seed=0,
             job=JobSettings(),
-            bootstrap_servers=addresses.bootstrap_servers,
-            registry_url=addresses.registry_url,
+            log=addresses.log,
             blobs_url=addresses.blobs_url,
         )
         log = open_log(run)
@@ -128,7 +127,7 @@ _PARTS: dict[str, tuple[Callable[[Log], bool], int]] = {
     # facts that wait for the broker; two tables, each with a cache and two buffers of writes a partition
     "streams": (_has_streamed, (192 + 2 * 100 + 64 + 2 * 4 * (32 + 2 * 8)) * MEBIBYTE + 4096 * TEXT_BYTES),
     # ClickHouse with its merges of large rows, and what the reader takes; a batch as rows, as JSON lines and inside ClickHouse
-    "traces": (_has_read(f"traces-{RUN_ID}"), 1536 * MEBIBYTE + 2 * (32 + 100) * MEBIBYTE + 12 * 16 * MEBIBYTE),
+    "traces": (_has_read("traces"), 1536 * MEBIBYTE + 2 * (32 + 100) * MEBIBYTE + 12 * 16 * MEBIBYTE),
 }
 "by program: when it has caught up, and how much memory it may take, with a wide margin"
 

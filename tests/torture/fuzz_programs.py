@@ -20,10 +20,10 @@ import msgspec
 from tokenizers import Tokenizer
 
 from consumers.clickhouse.store import Store
-from consumers.config import TracesSettings
+from consumers.config import ReloaderSettings, TracesSettings
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.reports.summary import counted
-from consumers.weights_to_vllm import Mailbox, Targets, _follow
+from consumers.weights_to_vllm import Mailbox, Reporter, Targets, follow
 from producers import scheduler, tasks
 from producers.config import FeederSettings, SchedulerSettings
 from schemas.blobs import Blobs
@@ -141,7 +141,8 @@ def _written_by(program: Callable[[SpoiltLog, Pulse, threading.Event], None], lo
 
 def _ids(log: SpoiltLog) -> set[str]:
     """Of the run alone: what the program writes is spoilt too, and some of that can be read as another run's."""
-    return {event.meta.id for event in events_of(log, log.run_id, *(topic.name for topic in TOPICS))}
+    topics = (topic.name for topic in TOPICS if topic.name != "snapshots")  # a state, not a decision
+    return {event.meta.id for event in events_of(log, log.run_id, *topics)}
 
 
 def fuzz_scheduler(mutated_per_topic: int, seed: int) -> int:
@@ -181,7 +182,8 @@ def fuzz_reloader(mutated_per_topic: int, seed: int) -> int:
 def _targets(log: SpoiltLog, topics: tuple[str, ...]) -> Targets:
     """What the reloader wants its servers to serve after it has read all there is."""
     mailbox, pulse, messages = Mailbox(), Pulse(), sum(log.count(topics).values())
-    with running(lambda stop: _follow(log, RUN, mailbox, [], pulse, stop)) as until:
+    reporter = Reporter(log, RUN, pulse)
+    with running(lambda stop: follow(log, RUN, ReloaderSettings(), mailbox, [], reporter, stop)) as until:
         until(lambda: pulse.figures().get("events_read", 0.0) >= messages and mailbox.get().wanted() is not None)
     return mailbox.get()
 

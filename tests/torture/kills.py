@@ -7,27 +7,22 @@ compares: nothing lost, nothing counted twice, batches whole and in order, as ma
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.local.folder import RunFolder, latest_run_folder
-from deploy.page import Page
 from deploy.programs import PROGRAMS
-from deploy.resolve import Resolved, load
-from deploy.session import attach
+from deploy.session import MONITOR
 from schemas.job import load_job
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
 from tests.torture.oracle import Batches, Compared, compared, events_of, judged_batches, undisturbed
 from tests.torture.progress import tell
+from tests.torture.running import PROJECT, Running, running
 
-PROJECT = Path(__file__).parent.parent.parent
 PATIENCE_SECONDS = 1800.0
 _BROKER_SHARE = 0.04
 "of the kills, those that hit the broker"
@@ -56,57 +51,43 @@ class Verdict:
 def torture(folder: Path, kills_wanted: int, seed: int, steps: int) -> Verdict:
     """One run of the example job under kills. Raises AssertionError when it does not end."""
     chance = random.Random(seed)
-    job = _job(folder, steps)
-    runs = folder / "runs"
-    _command("up", str(job), "--seed", str(seed), "--runs", str(runs))
-    began = time.monotonic()
-    run_folder = latest_run_folder(runs)
-    resolved = load(run_folder)
-    try:
-        kills = _kill_until_finished(run_folder, resolved, chance, kills_wanted)
-        summary = Page(resolved.page_url).finish().summary
-        log = open_log(resolved.run_of("judge"))
+    with running(folder, example_job(folder, steps), "--seed", str(seed)) as tortured:
+        began = time.monotonic()
+        kills = _kill_until_finished(tortured, chance, kills_wanted)
+        summary = tortured.page.finish().summary
+        run = tortured.resolved.run_of("judge")
+        log = open_log(run)
         try:
-            return judged(log, resolved.run_of("judge"), kills, time.monotonic() - began, summary)
+            return judged(log, run, kills, time.monotonic() - began, summary)
         finally:
             log.close()
-    finally:
-        _command("down", "--runs", str(runs))
 
 
-def _job(folder: Path, steps: int) -> Path:
+def example_job(folder: Path, steps: int) -> Path:
     """The example job, longer, and with as many restarts as it takes."""
     text = (PROJECT / "examples/times_tables/job.toml").read_text()
     module = PROJECT / "examples/times_tables/job.py"
     text = text.replace('module = "job.py"', f'module = "{module}"').replace("steps = 3\n", f"steps = {steps}\n")
     path = folder / "job.toml"
-    path.write_text(text + "\n[local]\nrestarts_max = 1000\n")
+    path.write_text(text + "\n[harness]\nrestarts_max = 1000\n")
     return path
 
 
-def _command(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "deploy.cli", *arguments], cwd=PROJECT, check=True)
-
-
-def _kill_until_finished(
-    folder: RunFolder, resolved: Resolved, chance: random.Random, kills_wanted: int
-) -> Counter[str]:
+def _kill_until_finished(tortured: Running, chance: random.Random, kills_wanted: int) -> Counter[str]:
     """Kills now and then until the run has finished; when enough were killed it is let alone."""
-    stack = attach(folder)
-    page = Page(resolved.page_url)
-    names = [program.name for program in PROGRAMS]
+    names = [*(program.name for program in PROGRAMS), MONITOR]
     kills: Counter[str] = Counter()
     until = time.monotonic() + PATIENCE_SECONDS
     while True:
         assert time.monotonic() < until, f"the run does not end after {kills.total()} kills: {kills}"
         time.sleep(chance.uniform(0.5, 4.0))
-        overview = page.overview()
+        overview = tortured.page.overview()
         if overview is not None and overview.finished:
             return kills
         if kills.total() >= kills_wanted:
             continue
         victim = "kafka" if chance.random() < _BROKER_SHARE else chance.choice(names)
-        state = stack.states().get(victim)
+        state = tortured.states().get(victim)
         if state is not None and state.state == "RUNNING":
             os.kill(state.pid, signal.SIGKILL)
             kills[victim] += 1

@@ -16,7 +16,7 @@ from streams.hops.flow import hops
 from streams.log.memory import MemoryLog
 from streams.log.protocol import Delivery, Log
 
-DERIVED_TOPICS = ("trajectories", "rewards", "groups")
+DERIVED_TOPICS = ("trajectories", "attempts", "rewards", "groups")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ class OwnBroker:
 
     def of(self, run: Run) -> Run:
         """The run, on this broker."""
-        return msgspec.structs.replace(run, bootstrap_servers=self._broker.bootstrap_servers)
+        return msgspec.structs.replace(
+            run, log=msgspec.structs.replace(run.log, bootstrap_servers=self._broker.bootstrap_servers)
+        )
 
     def kill_and_start_again(self) -> None:
         """kill -9. Clients find it again when it has read its log back."""

@@ -9,8 +9,6 @@ One run of the example job:
 What is judged is on the log: what was asked for and what became of it, and the memory that every heartbeat tells.
 """
 
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -22,12 +20,8 @@ from typing import Any
 
 import psutil
 
-from deploy.local.folder import latest_run_folder
-from deploy.local.stack import KAFKA, RunningStack
-from deploy.page import Page
+from deploy.local.stack import KAFKA
 from deploy.programs import PROGRAMS
-from deploy.resolve import Resolved, load
-from deploy.session import attach
 from schemas.events import (
     BatchCut,
     Event,
@@ -46,9 +40,9 @@ from tests.flow.synthetic import observations
 from tests.torture.backlog import catch_up
 from tests.torture.broker_away import EVENT_BYTES, Produced, produce_without_broker
 from tests.torture.oracle import events_of
+from tests.torture.running import PROJECT, Running, running
 from tests.torture.stopping import await_that, memory_bytes_peak, stopped, tree
 
-PROJECT = Path(__file__).parent.parent.parent
 MEBIBYTE = 1024 * 1024
 MEMORY_BYTES_MAX = {
     "traces": 1536 * MEBIBYTE,  # ClickHouse alone takes 0.5 to 1 GB
@@ -160,21 +154,12 @@ def pressure(quick: bool) -> str:
 
 def press(folder: Path, sizes: Sizes) -> Verdict:
     """One run of the example job under pressure. Raises AssertionError when it does not go on by itself."""
-    runs = folder / "runs"
-    _command("up", str(_job(folder, sizes)), "--runs", str(runs))
-    try:
-        run_folder = latest_run_folder(runs)
-        pressed = _Pressed(attach(run_folder), load(run_folder), sizes)
+    with running(folder, _job(folder, sizes)) as under_pressure:
+        pressed = _Pressed(under_pressure, sizes)
         try:
             return pressed.verdict()
         finally:
             pressed.close()
-    finally:
-        _command("down", "--runs", str(runs))
-
-
-def _command(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "deploy.cli", *arguments], cwd=PROJECT, check=True)
 
 
 def _job(folder: Path, sizes: Sizes) -> Path:
@@ -212,15 +197,17 @@ class _Standstill:
 class _Pressed:
     """A stack under pressure, from its start to its end."""
 
-    def __init__(self, stack: RunningStack, resolved: Resolved, sizes: Sizes) -> None:
+    def __init__(self, running: Running, sizes: Sizes) -> None:
         self._began = time.monotonic()
-        self._stack = stack
-        self._resolved = resolved
-        self._run = resolved.run_of("judge")
+        self._running = running
+        self._run = running.resolved.run_of("judge")
         self._sizes = sizes
         self._log = open_log(self._run)
         self._seen = _Seen(self._log, self._run.run_id)
-        self._pids = {program.name: stack.states()[program.name].pid for program in PROGRAMS}
+        states = running.states()
+        self._pids = {program.name: states[program.name].pid for program in PROGRAMS}
+        self._newest_pids = dict(self._pids)
+        self._peaks = dict.fromkeys(self._pids, 0)
 
     def close(self) -> None:
         self._seen.close()
@@ -231,9 +218,7 @@ class _Pressed:
         went_on = time.monotonic()
         summary = self._summary()
         finish_seconds = time.monotonic() - went_on
-        states = self._stack.states()
-        pids = {name: states[name].pid for name in self._pids}
-        peaks = {name: memory_bytes_peak(pid) for name, pid in pids.items()}
+        states = self._running.states()
         produced = produce_without_broker(self._run, states[KAFKA].pid, self._sizes.producer_events)
         killed = set() if self._sizes.vllm_away_seconds is None else {"vllm"}
         ends = [event for event in self._events("messages") if isinstance(event, RolloutEnded)]
@@ -246,12 +231,12 @@ class _Pressed:
             requests_when_full=standstill.requests_when_full,
             outage_seconds=standstill.outage_seconds,
             retry_max=self._seen.retry_max,
-            retries_max=self._resolved.config.scheduler.retries_max,
+            retries_max=self._running.resolved.config.scheduler.retries_max,
             ends=Counter(end.ended_by for end in ends),
             attempts_unasked=len(ends) - len({end.meta.correlation_id for end in ends}),
-            memory_bytes_peak=peaks,
+            memory_bytes_peak=self._peaks,
             memory_growth_bytes=_growth(self._seen.beats, standstill.full_from, standstill.full_until),
-            restarted=[name for name, pid in pids.items() if pid != self._pids[name] and name not in killed],
+            restarted=[n for n, pid in self._newest_pids.items() if pid != self._pids[n] and n not in killed],
             backlog_bytes=self._sizes.backlog_events * EVENT_BYTES,
             finish_seconds=finish_seconds,
             trace_rows=summary["trace_rows"],
@@ -284,7 +269,7 @@ class _Pressed:
     def _without_vllm(self) -> float:
         """Takes vLLM away until a rollout was asked for more often than it would be if others succeeded. The backlog is
         written meanwhile: before, it would take so long that nothing is left to be sampled."""
-        retries_max = self._resolved.config.scheduler.retries_max
+        retries_max = self._running.resolved.config.scheduler.retries_max
         began = time.monotonic()
         is_stopped = self._sizes.vllm_away_seconds is None
         away: AbstractContextManager[None] = stopped(self._tree("vllm")) if is_stopped else self._vllm_killed()
@@ -301,13 +286,14 @@ class _Pressed:
     def _vllm_killed(self) -> Iterator[None]:
         """kill -9, and it is not started again before the block ends."""
         processes = self._tree("vllm")
-        self._stack.control.stop("vllm")  # first, or the supervisor would start it again
+        control = self._running.control_of("vllm")
+        control.stop("vllm")  # first, or the supervisor would start it again
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        await_that(lambda: self._stack.states()["vllm"].has_ended, "vLLM ends")
+        await_that(lambda: self._running.states()["vllm"].has_ended, "vLLM ends")
         yield
-        self._stack.control.start("vllm")
+        control.start("vllm")
 
     def _tree(self, name: str) -> list[psutil.Process]:
         return tree(self._pids[name])
@@ -321,16 +307,24 @@ class _Pressed:
 
     def _summary(self) -> dict[str, Any]:
         """When the run has ended and all of the log is in the trace store."""
-        page = Page(self._resolved.page_url)
 
         def has_finished() -> bool:
             self._seen.look()
-            self._stack.require_healthy()
-            overview = page.overview()
+            self._note_processes()
+            self._running.require_healthy()
+            overview = self._running.page.overview()
             return overview is not None and overview.finished
 
         await_that(has_finished, "the run ends")
-        return page.finish().summary
+        return self._running.page.finish().summary
+
+    def _note_processes(self) -> None:
+        """While there are any: when the run has finished, its programs end."""
+        for name, state in self._running.states().items():
+            if name in self._pids and state.pid:
+                self._newest_pids[name] = state.pid
+                with suppress(OSError, ValueError):  # it ended in this moment
+                    self._peaks[name] = max(self._peaks[name], memory_bytes_peak(state.pid))
 
     def _events(self, *topics: str) -> list[Event]:
         return events_of(self._log, self._run.run_id, *topics)

@@ -85,15 +85,15 @@ def trainer_program(run: Run) -> Program:
 
 def _streams(run: Run, state_folder: str, seek_seconds: float, rejects_share_max: float, stop: threading.Event) -> None:
     """Seeks take so much longer than they would: what must not happen meanwhile has time to."""
-    from streams import app
+    from streams import app, faust_fixes
 
-    seek = app.KeepingConsumer.perform_seek
+    seek = faust_fixes.KeepingConsumer.perform_seek
 
-    async def seek_slowly(consumer: app.KeepingConsumer) -> None:
+    async def seek_slowly(consumer: faust_fixes.KeepingConsumer) -> None:
         await seek(consumer)
         await asyncio.sleep(seek_seconds)
 
-    app.KeepingConsumer.perform_seek = seek_slowly
+    faust_fixes.KeepingConsumer.perform_seek = seek_slowly
     settings = StreamsSettings(
         state_folder=state_folder,
         session_timeout_seconds=SESSION_SECONDS,

@@ -12,10 +12,12 @@ from confluent_kafka import Producer
 from schemas.codec import Codec
 from schemas.events import Event
 from schemas.metrics import Pulse
-from schemas.run import Run
+from schemas.run import LogSettings, Run
 from streams import cut
 from streams.config import CutSettings
+from streams.log.access import Guard
 from streams.log.connect import codec_of
+from streams.log.connection import Connection
 from streams.log.kafka import KafkaLog, KafkaTransactor
 from streams.log.protocol import Log
 from tests.torture.oracle import Batches, append, judged_batches
@@ -47,7 +49,7 @@ def broker_killed_in_transactions(run: Run, broker: OwnBroker, moments: Sequence
     run = troubled_run(run, "transactions")
     written = completed_groups(run.run_id, GROUPS_PER_BATCH * (len(moments) + 2))
     trouble = _Trouble(broker, list(moments), random.Random(seed))
-    log = _TroubledLog(run.bootstrap_servers, codec_of(run), trouble)
+    log = _TroubledLog(run.log, codec_of(run), trouble)
     try:
         append(log, written)
         with _cutting(run, log):
@@ -81,18 +83,18 @@ class _Trouble:
 
 
 class _TroubledLog(KafkaLog):
-    def __init__(self, bootstrap_servers: str, codec: Codec, trouble: _Trouble) -> None:
-        super().__init__(bootstrap_servers, codec)
+    def __init__(self, log: LogSettings, codec: Codec, trouble: _Trouble) -> None:
+        super().__init__(log, codec)
         self._trouble = trouble
 
     def transactor(self, name: str) -> KafkaTransactor:
-        return _TroubledTransactor(self._bootstrap_servers, self.codec, name, self._trouble)
+        return _TroubledTransactor(self.connection, self.codec, name, self._guard, self._trouble)
 
 
 class _TroubledTransactor(KafkaTransactor):
-    def __init__(self, bootstrap_servers: str, codec: Codec, name: str, trouble: _Trouble) -> None:
+    def __init__(self, connection: Connection, codec: Codec, name: str, guard: Guard, trouble: _Trouble) -> None:
         self._trouble = trouble
-        super().__init__(bootstrap_servers, codec, name)
+        super().__init__(connection, codec, name, guard)
 
     def _initialised(self) -> Producer:
         return cast(Producer, _TroubledProducer(super()._initialised(), self._trouble))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load
+from safetensors.torch import load, load_file
 from tokenizers import Tokenizer
 
 from schemas.errors import BadInput
@@ -116,9 +116,12 @@ def test_a_job_without_texts_gets_a_tokenizer_from_its_prompts() -> None:
 
 
 def test_a_given_folder_is_taken_as_it_is(model_files: dict[str, bytes], tmp_path: Path) -> None:
-    files = base_model(ModelSettings(path=str(written(tmp_path, model_files))), stockroom(), 0)
-    assert files["tokenizer.json"] == model_files["tokenizer.json"]
-    given, read = load(model_files[WEIGHTS]), load(files[WEIGHTS])
+    (tmp_path / "into").mkdir()
+    settings = ModelSettings(path=str(written(tmp_path, model_files)))
+    files = base_model(settings, stockroom(), 0, tmp_path / "into")
+    assert set(files) == set(model_files)
+    assert files["tokenizer.json"].read_bytes() == model_files["tokenizer.json"]
+    given, read = load(model_files[WEIGHTS]), load_file(files[WEIGHTS])
     assert all(torch.equal(given[name], read[name]) for name in given)
 
 
@@ -141,12 +144,13 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line(
     (tmp_path / name).unlink()
     if data is not None:
         (tmp_path / name).write_bytes(data)
+    (tmp_path / "into").mkdir()
     with pytest.raises(BadInput, match=reason) as refusal:
-        read_model(tmp_path)
+        read_model(tmp_path, tmp_path / "into")
     assert "\n" not in str(refusal.value)
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     job: Job = stockroom()
     with pytest.raises(BadInput, match="does not exist"):
-        base_model(replace(ModelSettings(), path=str(tmp_path / "nowhere")), job, 0)
+        base_model(replace(ModelSettings(), path=str(tmp_path / "nowhere")), job, 0, tmp_path)

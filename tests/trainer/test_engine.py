@@ -1,10 +1,12 @@
 """The engine: the cold start learns and repeats itself, a GRPO step goes the right way, a checkpoint goes on bit for bit."""
 
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from safetensors.torch import load
+from safetensors.torch import load as load_safetensors
 from tokenizers import Tokenizer
 
 from schemas.errors import BadInput, BlobDamaged
@@ -13,7 +15,7 @@ from schemas.packed import pack_logprobs, unpack_logprobs, unpack_tokens
 from tests.trainer.episodes import assembled, played
 from trainer.base_model import WEIGHTS
 from trainer.checkpoint import OPTIMIZER
-from trainer.config import GrpoSettings, SftSettings, TrainerSettings
+from trainer.config import GrpoSettings, LossMode, SftSettings, TrainerSettings
 from trainer.engines.protocol import GrpoBatch
 from trainer.engines.torch_engine import TorchEngine
 from trainer.sft import learning_rate_share
@@ -22,9 +24,32 @@ SETTINGS = TrainerSettings(sft=SftSettings(steps=20, batch=6, warmup_steps=5, mu
 VERSION = 4
 
 
+def load(into: TorchEngine, files: dict[str, bytes], checkpoint: dict[str, bytes]) -> None:
+    """Loads it with files, which are gone afterwards: nothing of them may be needed any longer."""
+    with tempfile.TemporaryDirectory() as folder:
+        into.load(written(Path(folder, "files"), files), written(Path(folder, "checkpoint"), checkpoint))
+
+
+def written(folder: Path, files: dict[str, bytes]) -> dict[str, Path]:
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return {name: folder / name for name in files}
+
+
+def weights(of: TorchEngine) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return of.save(Path(folder))[WEIGHTS].read_bytes()
+
+
+def checkpoint(of: TorchEngine) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: path.read_bytes() for name, path in of.checkpoint(Path(folder)).items()}
+
+
 def engine(files: dict[str, bytes], settings: TrainerSettings = SETTINGS, seed: int = 0) -> TorchEngine:
     made = TorchEngine(settings, seed)
-    made.load(files, {})
+    load(made, files, {})
     return made
 
 
@@ -42,7 +67,7 @@ def warm(model_files: dict[str, bytes], demonstrations: list[TrajectoryAssembled
     """A model after a short cold start."""
     trained = engine(model_files)
     trained.sft(demonstrations, ignored)
-    return trained.save()
+    return {**model_files, WEIGHTS: weights(trained)}
 
 
 def practice(files: dict[str, bytes], tokenizer: Tokenizer, version: int = VERSION, count: int = 16) -> GrpoBatch:
@@ -73,12 +98,12 @@ def test_the_cold_start_lowers_the_loss_and_repeats_itself_in_any_order(
 ) -> None:
     again = engine(model_files)
     report = again.sft(demonstrations[::-1], ignored)
-    assert again.save() == warm
+    assert weights(again) == warm[WEIGHTS]
     assert report.metrics["loss"] < 0.5 * report.metrics["loss_first"]
     assert report.metrics["trajectories"] == 60
     other = engine(model_files, seed=1)
     other.sft(demonstrations, ignored)
-    assert other.save()[WEIGHTS] != warm[WEIGHTS]
+    assert weights(other) != warm[WEIGHTS]
 
 
 def test_demonstrations_that_did_not_end_by_themselves_teach_nothing(
@@ -93,7 +118,7 @@ def test_demonstrations_that_did_not_end_by_themselves_teach_nothing(
     mute = replace(assembled(stray, tokenizer, number=902), loss_mask=bytes(len(demonstrations[0].loss_mask)))
     trained = engine(model_files)
     report = trained.sft([infra, *demonstrations, cancelled, mute], ignored)
-    assert trained.save() == warm
+    assert weights(trained) == warm[WEIGHTS]
     assert report.metrics["trajectories_refused"] == 3
     with pytest.raises(BadInput, match="no demonstration"):
         engine(model_files).sft([infra, cancelled], ignored)
@@ -108,11 +133,11 @@ def test_learning_rates_warm_up_and_fall_to_the_final_share() -> None:
     assert shares[50:] == sorted(shares[50:], reverse=True)
 
 
-@pytest.mark.parametrize("mode", ["D", "B", "GSPO", "CISPO", "ICEPOP", "P"])
+@pytest.mark.parametrize("mode", ["decoupled", "bypass", "gspo", "cispo", "icepop", "probability"])
 def test_a_step_makes_rewarded_trajectories_likelier_than_others(
-    warm: dict[str, bytes], tokenizer: Tokenizer, mode: str
+    warm: dict[str, bytes], tokenizer: Tokenizer, mode: LossMode
 ) -> None:
-    settings = TrainerSettings(grpo=GrpoSettings(mode=mode, inner_steps=1 if mode == "P" else 2))  # type: ignore[arg-type]
+    settings = TrainerSettings(grpo=GrpoSettings(mode=mode, inner_steps=1 if mode == "probability" else 2))
     batch = practice(warm, tokenizer)
     learner = engine(warm, settings)
     before = likelihood(learner, batch, 1) - likelihood(learner, batch, -1)
@@ -172,7 +197,7 @@ def test_refused_trajectories_are_counted_and_an_empty_batch_changes_nothing(
     learner = engine(warm)
     metrics = learner.grpo(GrpoBatch(VERSION, mute, batch.rewards, batch.advantages)).metrics
     assert metrics == {"step_refused": 1.0, "trajectories_refused": 16.0}
-    assert learner.save() == warm
+    assert weights(learner) == warm[WEIGHTS]
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
@@ -180,7 +205,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(warm: dict[str, bytes], t
     learner = engine(warm)
     metrics = learner.grpo(GrpoBatch(VERSION, batch.trajectories, batch.rewards, [math.inf] * 16)).metrics
     assert metrics["inner_steps_skipped"] == 2
-    assert learner.save() == warm
+    assert weights(learner) == warm[WEIGHTS]
 
 
 def test_a_checkpoint_goes_on_bit_for_bit(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
@@ -191,24 +216,32 @@ def test_a_checkpoint_goes_on_bit_for_bit(warm: dict[str, bytes], tokenizer: Tok
     interrupted = engine(warm)
     for _ in range(3):
         interrupted.grpo(batch)
-        files, checkpoint = interrupted.save(), interrupted.checkpoint()
+        files, state = {**warm, WEIGHTS: weights(interrupted)}, checkpoint(interrupted)
         interrupted = TorchEngine(SETTINGS, 0)
-        interrupted.load(files, checkpoint)
-    assert interrupted.save() == straight.save()
-    assert interrupted.checkpoint() == straight.checkpoint()
-    assert set(load(straight.checkpoint()[OPTIMIZER])) >= {"model.norm.weight/exp_avg", "model.norm.weight/step"}
+        load(interrupted, files, state)
+    assert weights(interrupted) == weights(straight)
+    assert checkpoint(interrupted) == checkpoint(straight)
+    assert set(load_safetensors(checkpoint(straight)[OPTIMIZER])) >= {
+        "model.norm.weight/exp_avg",
+        "model.norm.weight/step",
+    }
 
 
 def test_a_checkpoint_of_something_else_is_refused(warm: dict[str, bytes]) -> None:
     with pytest.raises(BlobDamaged):
-        TorchEngine(SETTINGS, 0).load(warm, {OPTIMIZER: b"no tensors"})
+        load(TorchEngine(SETTINGS, 0), warm, {OPTIMIZER: b"no tensors"})
     with pytest.raises(BlobDamaged, match="does not have"):
-        TorchEngine(SETTINGS, 0).load(warm, {OPTIMIZER: warm[WEIGHTS]})
+        load(TorchEngine(SETTINGS, 0), warm, {OPTIMIZER: warm[WEIGHTS]})
 
 
-def test_unchanged_files_are_the_very_objects_given(warm: dict[str, bytes]) -> None:
-    saved = engine(warm).save()
-    assert all(saved[name] is warm[name] for name in warm if name != WEIGHTS)
+def test_unchanged_files_are_at_the_very_paths_given(warm: dict[str, bytes], tmp_path: Path) -> None:
+    given = written(tmp_path / "given", warm)
+    made = TorchEngine(SETTINGS, 0)
+    made.load(given, {})
+    (tmp_path / "saved").mkdir()
+    assert made.save(tmp_path / "saved") == {**given, WEIGHTS: tmp_path / "saved" / WEIGHTS}
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == [WEIGHTS]
+    assert (tmp_path / "saved" / WEIGHTS).read_bytes() == warm[WEIGHTS]
 
 
 def test_the_probe_gives_the_logprobs_of_a_prompt(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
@@ -224,4 +257,4 @@ def test_the_probe_gives_the_logprobs_of_a_prompt(warm: dict[str, bytes], tokeni
 def test_weights_that_do_not_fit_their_config_are_refused(warm: dict[str, bytes]) -> None:
     config = warm["config.json"].replace(b'"hidden_size": 64', b'"hidden_size": 128')
     with pytest.raises(BadInput, match="does not fit"):
-        TorchEngine(SETTINGS, 0).load({**warm, "config.json": config}, {})
+        load(TorchEngine(SETTINGS, 0), {**warm, "config.json": config}, {})

@@ -6,26 +6,30 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
 from schemas.blobs import Blobs
 from schemas.codec import Codec
-from schemas.errors import Fenced, LogUnavailable
+from schemas.errors import Fenced, LogBroken, LogUnavailable
 from schemas.events import (
     Address,
     BatchCut,
     BatchMember,
     Event,
     Meta,
+    Position,
+    SnapshotTaken,
     StepTaken,
     TrajectoryAssembled,
+    WeightsFile,
     WeightsPublished,
 )
 from schemas.metrics import Pulse
 from schemas.packed import token_count, unpack_logprobs, unpack_tokens
 from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, Run
+from schemas.run import JobSettings, LogSettings, Run
 from streams.log.memory import MemoryLog, MemoryReader
 from tests.trainer.episodes import assembled, played
 from trainer.config import GrpoSettings, ModelSettings, SftSettings, TrainerSettings
@@ -53,8 +57,7 @@ class Field:
             run_id="run",
             seed=0,
             job=JobSettings(steps=steps, demonstrations=demonstrations),
-            bootstrap_servers="",
-            registry_url="",
+            log=LogSettings(),
             blobs_url=self.blobs.url,
             worker="trainer-0",
         )
@@ -202,16 +205,25 @@ def test_a_run_from_nothing_to_its_last_step(
     assert field.pulse.figures()["version"] == 4
 
 
-def test_a_version_is_whole_and_its_probe_is_the_trainers_view(field: Field, tokenizer: Tokenizer) -> None:
+def unpacked(blobs: Blobs, files: list[WeightsFile], folder: Path) -> dict[str, Path]:
+    folder.mkdir()
+    for file in files:
+        blobs.get_to_file(file.uri, file.sha256, folder / file.name)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def test_a_version_is_whole_and_its_probe_is_the_trainers_view(
+    field: Field, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     everything(field, tokenizer)
     with field.training():
         field.until_version(2)
     versions = field.weights()
     for version in versions:
-        files = {file.name: field.blobs.get(file.uri, file.sha256) for file in version.files}
+        files = unpacked(field.blobs, version.files, tmp_path / f"{version.version}")
         assert set(files) >= {"model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"}
         engine = TorchEngine(SETTINGS, 0)
-        engine.load(files, {file.name: field.blobs.get(file.uri, file.sha256) for file in version.checkpoint})
+        engine.load(files, unpacked(field.blobs, version.checkpoint, tmp_path / f"{version.version}-checkpoint"))
         tokens = unpack_tokens(version.probe.tokens)
         assert token_count(version.probe.logprobs) == len(tokens) - 1 > 10
         assert engine.probe(tokens) == unpack_logprobs(version.probe.logprobs)
@@ -274,6 +286,47 @@ def test_steps_end_when_the_job_says_so(tmp_path: Path, tokenizer: Tokenizer) ->
         field.until(lambda: field.pulse.detail.startswith("done"))
         time.sleep(0.05)
     assert [version for version, _ in field.digests()] == [0, 1, 2]
+
+
+def test_without_a_last_step_practice_goes_on_at_the_same_rate(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    field = Field(tmp_path, steps=0)
+    everything(field, tokenizer)
+    with field.training():
+        field.until_version(4)
+    taken = [step.metrics["learning_rate"] for step in field.steps() if step.kind == "grpo"]
+    assert taken == pytest.approx([4e-4] * 3)
+
+
+@pytest.mark.parametrize("spoilt", ["whole", "missing", "of another code"])
+def test_a_restart_looks_for_the_newest_version_from_the_snapshot_on(
+    field: Field, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]], spoilt: str
+) -> None:
+    everything(field, tokenizer)
+    with field.training():
+        field.until_version(2)
+    newest = field.all("snapshots")[-1]
+    assert isinstance(newest, SnapshotTaken)
+    count = len(field.weights())
+    assert newest.positions == [Position(topic="weights", partition=0, offset=count - 1)]
+    if spoilt == "missing":
+        field.log._partitions["snapshots", 0].clear()
+    elif spoilt == "of another code":
+        field.log.append(msgspec.structs.replace(newest, code_version="another"))
+    with field.training():
+        field.until_version(4)
+    assert field.digests() == uninterrupted
+
+
+def test_a_snapshot_that_is_ahead_of_the_log_is_refused(field: Field, tokenizer: Tokenizer) -> None:
+    everything(field, tokenizer)
+    with field.training():
+        field.until_version(4)
+    field.log._partitions["weights", 0].pop()
+    with field.training():
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while field.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert isinstance(field.failure, LogBroken)
 
 
 def test_without_demonstrations_practice_begins_with_version_0(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""The learning rule against a slow reference written from the formulas of GRPO.md, and the properties it must have."""
+"""The learning rule against a slow reference written from the formulas of docs/learning.md, and the properties it must have."""
 
 import math
 import random
@@ -8,10 +8,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from trainer.config import GrpoSettings
+from trainer.config import GrpoSettings, LossMode
 from trainer.loss import MODES, LossFigures, Tokens, policy_loss, rejected, token_shares
 
-RULES = {mode: GrpoSettings(mode=mode, inner_steps=1) for mode in MODES}  # type: ignore[arg-type]
+RULES = {mode: GrpoSettings(mode=mode, inner_steps=1) for mode in MODES}
 
 
 def drawn(seed: int, count: int = 60, spread: float = 1.0) -> Tokens:
@@ -39,30 +39,30 @@ def clipped(advantage: float, ratio: float, low: float, high: float) -> float:
     return min(loss, -3 * advantage) if advantage < 0 else loss
 
 
-def reference_term(mode: str, index: int, tokens: Tokens) -> float:
+def reference_term(mode: LossMode, index: int, tokens: Tokens) -> float:
     """One token's loss, with mean log-ratios of its trajectory, straight from the formula."""
     theta, prox, mu = (float(x[index]) for x in (tokens.theta.detach(), tokens.prox, tokens.mu))
     advantage = float(tokens.advantage[index])
     rho = math.exp(clamp(prox - mu))
     weight, ratio = min(rho, 2.0), math.exp(clamp(theta - prox))
-    if mode == "D":
+    if mode == "decoupled":
         return weight * clipped(advantage, ratio, 0.2, 0.28)
-    if mode == "B":
+    if mode == "bypass":
         return clipped(advantage, math.exp(clamp(theta - mu)), 0.2, 0.28)
-    if mode == "P":
+    if mode == "probability":
         moved = math.exp(theta) - math.exp(mu)
         keep = 0.0 if (advantage > 0 and moved > 0.2) or (advantage < 0 and moved < -0.2) else 1.0
         return -keep * advantage * math.exp(clamp(theta - mu)) + 1e-3 * (theta - mu) ** 2
-    if mode == "GSPO":
+    if mode == "gspo":
         same = [
             float(tokens.theta.detach()[other] - tokens.prox[other])
             for other in range(len(tokens.mask))
             if tokens.trajectory[other] == tokens.trajectory[index] and tokens.mask[other]
         ]
         return weight * clipped(advantage, math.exp(clamp(sum(same) / len(same))), 3e-4, 4e-4)
-    if mode == "CISPO":
+    if mode == "cispo":
         return -weight * min(ratio, 1.28) * advantage * theta
-    assert mode == "ICEPOP"
+    assert mode == "icepop"
     return (rho if 0.5 <= rho <= 2.0 else 0.0) * clipped(advantage, ratio, 0.2, 0.28)
 
 
@@ -77,16 +77,16 @@ def gradient(tokens: Tokens, rules: GrpoSettings) -> Tensor:
 
 @pytest.mark.parametrize("mode", sorted(MODES))
 @pytest.mark.parametrize("seed", range(16))
-def test_a_mode_equals_the_slow_reference(mode: str, seed: int) -> None:
+def test_a_mode_equals_the_slow_reference(mode: LossMode, seed: int) -> None:
     tokens = drawn(seed, spread=1.0 if seed % 4 else 30.0)  # wide spreads reach the clamps
     sampled = [index for index in range(len(tokens.mask)) if tokens.mask[index]]
     expected = sum(reference_term(mode, index, tokens) for index in sampled) / len(sampled)
     assert loss_of(tokens, RULES[mode]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["D", "B", "P", "GSPO", "ICEPOP"])
+@pytest.mark.parametrize("mode", ["decoupled", "bypass", "probability", "gspo", "icepop"])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_gradient_is_the_slope_of_the_loss(mode: str, seed: int) -> None:
+def test_the_gradient_is_the_slope_of_the_loss(mode: LossMode, seed: int) -> None:
     tokens, step = drawn(seed), 1e-7
     slopes = gradient(tokens, RULES[mode])
     for index in range(0, len(slopes), 7):
@@ -102,7 +102,7 @@ def test_cispo_has_the_gradient_of_its_weighted_log_likelihood() -> None:
     weight = (tokens.prox - tokens.mu).exp().clamp(max=2.0)
     ratio = (tokens.theta - tokens.prox).exp().clamp(max=1.28)
     expected = (-weight * ratio * tokens.advantage * tokens.share).detach()
-    torch.testing.assert_close(gradient(tokens, RULES["CISPO"]), expected)
+    torch.testing.assert_close(gradient(tokens, RULES["cispo"]), expected)
 
 
 def _with(tokens: Tokens, **changes: Tensor) -> Tokens:
@@ -112,12 +112,12 @@ def _with(tokens: Tokens, **changes: Tensor) -> Tokens:
 def test_decoupled_equals_bypass_when_the_weights_that_sampled_are_the_ones_trained() -> None:
     tokens = drawn(1)
     tokens = _with(tokens, prox=tokens.mu)
-    assert loss_of(tokens, RULES["D"]) == loss_of(tokens, RULES["B"])
-    torch.testing.assert_close(gradient(tokens, RULES["D"]), gradient(tokens, RULES["B"]), rtol=0, atol=0)
+    assert loss_of(tokens, RULES["decoupled"]) == loss_of(tokens, RULES["bypass"])
+    torch.testing.assert_close(gradient(tokens, RULES["decoupled"]), gradient(tokens, RULES["bypass"]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))
-def test_on_policy_the_gradient_is_minus_advantage_over_count(mode: str) -> None:
+def test_on_policy_the_gradient_is_minus_advantage_over_count(mode: LossMode) -> None:
     tokens = drawn(2)
     tokens = _with(tokens, prox=tokens.theta.detach(), mu=tokens.theta.detach())
     expected = torch.where(tokens.mask, -tokens.advantage / tokens.mask.sum(), 0.0)
@@ -125,7 +125,7 @@ def test_on_policy_the_gradient_is_minus_advantage_over_count(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))
-def test_masked_tokens_have_no_gradient_and_do_not_matter(mode: str) -> None:
+def test_masked_tokens_have_no_gradient_and_do_not_matter(mode: LossMode) -> None:
     tokens = drawn(4)
     assert not gradient(tokens, RULES[mode])[~tokens.mask].any()
     noise = torch.where(tokens.mask, tokens.mu, tokens.mu - 5.0)
@@ -134,7 +134,7 @@ def test_masked_tokens_have_no_gradient_and_do_not_matter(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", sorted(MODES))
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
-def test_micro_batches_add_up(mode: str, aggregation: str) -> None:
+def test_micro_batches_add_up(mode: LossMode, aggregation: str) -> None:
     tokens = drawn(5)
     tokens = _with(tokens, share=token_shares(tokens.trajectory, tokens.mask, aggregation, 16))
     whole, figures = policy_loss(tokens, RULES[mode])
@@ -169,16 +169,16 @@ def test_nothing_sampled_gives_loss_and_gradient_zero() -> None:
     tokens = drawn(6)
     nothing = torch.zeros_like(tokens.mask)
     tokens = _with(tokens, mask=nothing, share=token_shares(tokens.trajectory, nothing, "token_mean", 1))
-    loss, figures = policy_loss(tokens, RULES["D"])
+    loss, figures = policy_loss(tokens, RULES["decoupled"])
     assert float(loss.detach()) == 0.0
-    assert not gradient(tokens, RULES["D"]).any()
+    assert not gradient(tokens, RULES["decoupled"]).any()
     assert (figures.clip_share, figures.k3_mean, figures.effective_sample_size) == (0.0, 0.0, 0.0)
 
 
 def test_sequence_rejection_removes_a_trajectory_and_keeps_the_count() -> None:
     tokens = drawn(7)
     tokens = _with(tokens, mask=tokens.mask | (torch.arange(len(tokens.mask)) % 3 == 0))
-    rules = replace(RULES["D"], rejection_low=0.9, rejection_high=1.1)
+    rules = replace(RULES["decoupled"], rejection_low=0.9, rejection_high=1.1)
     removed = rejected(tokens, rules)
     for trajectory in torch.arange(7):
         same = tokens.trajectory == trajectory
@@ -186,15 +186,15 @@ def test_sequence_rejection_removes_a_trajectory_and_keeps_the_count() -> None:
         assert bool(removed[same].all()) == (not 0.9 <= mean <= 1.1)
         assert removed[same].all() or not removed[same].any()
     kept = _with(tokens, mask=tokens.mask & ~removed)  # shares stay those of the whole step
-    assert loss_of(tokens, rules) == pytest.approx(loss_of(kept, RULES["D"]))
+    assert loss_of(tokens, rules) == pytest.approx(loss_of(kept, RULES["decoupled"]))
     assert removed.any()
     assert not removed.all()
 
 
 def test_figures_say_what_the_clip_removed_and_how_far_the_policies_are_apart() -> None:
     tokens = drawn(8, count=2000)
-    _, figures = policy_loss(tokens, RULES["D"])
-    without = gradient(tokens, RULES["D"])[tokens.mask] == 0
+    _, figures = policy_loss(tokens, RULES["decoupled"])
+    without = gradient(tokens, RULES["decoupled"])[tokens.mask] == 0
     assert figures.clip_share == pytest.approx(float(without.double().mean()))
     distance = (tokens.theta - tokens.mu).detach()[tokens.mask]
     assert figures.k3_mean == pytest.approx(float((distance.exp() - distance - 1).mean()))
@@ -208,4 +208,4 @@ def test_a_token_with_negative_advantage_never_costs_more_than_the_bound() -> No
         theta = torch.tensor([draw.uniform(-40, 40)], dtype=torch.float64, requires_grad=True)
         zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         tokens = Tokens(theta, zero, zero, -one, one.bool(), torch.zeros(1, dtype=torch.int64), one)
-        assert loss_of(tokens, RULES["D"]) <= 3.0
+        assert loss_of(tokens, RULES["decoupled"]) <= 3.0

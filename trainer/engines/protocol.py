@@ -1,10 +1,12 @@
 """The two seams of training: an engine turns batches into weights, a model turns micro-batches into logits.
 
-An engine knows nothing of the log. The loop loads it with files, gives it trajectories and takes files back.
+An engine knows nothing of the log. The loop loads it with files, gives it trajectories and takes files back. Files are
+paths by name, never bytes: a model need not fit into memory twice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -39,8 +41,9 @@ class Report:
 class Engine(Protocol):
     """Holds one model and its optimizer. Belongs to one thread; every call may take long."""
 
-    def load(self, files: Mapping[str, bytes], checkpoint: Mapping[str, bytes]) -> None:
-        """Takes the files of a weight version; an empty checkpoint means a fresh optimizer. Raises BadInput."""
+    def load(self, files: Mapping[str, Path], checkpoint: Mapping[str, Path]) -> None:
+        """Takes the files of a weight version; an empty checkpoint means a fresh optimizer. The files stay where they are,
+        unchanged, until the next load. Raises BadInput."""
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> Report:
         """The cold start. Their order does not matter. Raises BadInput when none can be learned from."""
@@ -49,11 +52,12 @@ class Engine(Protocol):
         """One batch of practice. Trajectories that cannot be trained on are left out and counted in the report; when
         none is left the weights stay as they are and the report says step_refused."""
 
-    def save(self) -> dict[str, bytes]:
-        """What a server needs. Files that did not change are the very objects given to load."""
+    def save(self, folder: Path) -> dict[str, Path]:
+        """What a server needs. Changed files are written into the folder, over those of the last time; a file that did
+        not change is at the very path given to load."""
 
-    def checkpoint(self) -> dict[str, bytes]:
-        """What is needed besides, to go on as if never interrupted."""
+    def checkpoint(self, folder: Path) -> dict[str, Path]:
+        """What is needed besides, to go on as if never interrupted; written into the folder as by save."""
 
     def probe(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens 1 … n - 1, each given those before."""

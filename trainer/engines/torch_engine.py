@@ -2,17 +2,17 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy
 import torch
-from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
+from safetensors.torch import load_file, save_file
 
 from schemas.errors import BadInput
 from schemas.events import TrajectoryAssembled
 from trainer.base_model import WEIGHTS
 from trainer.batch import Episode, Refused, TrainingBatch, episodes_of, training_batch
-from trainer.checkpoint import optimizer_files, restore_optimizer
+from trainer.checkpoint import restore_optimizer, write_optimizer
 from trainer.config import GrpoSettings, TrainerSettings
 from trainer.engines.foreign import ForeignModel
 from trainer.engines.llama import Llama, llama_shape
@@ -27,14 +27,14 @@ class TorchEngine:
     def __init__(self, settings: TrainerSettings, seed: int) -> None:
         self._settings = settings
         self._seed = seed
-        self._static: dict[str, bytes] = {}
+        self._static: dict[str, Path] = {}
         self._loaded: tuple[Model, torch.optim.Optimizer] | None = None
 
-    def load(self, files: Mapping[str, bytes], checkpoint: Mapping[str, bytes]) -> None:
+    def load(self, files: Mapping[str, Path], checkpoint: Mapping[str, Path]) -> None:
         model = _model_of(files)
         optimizer = _adamw(model, self._settings.grpo)
         restore_optimizer(optimizer, model.parameters, checkpoint)
-        self._static = {name: data for name, data in files.items() if name != WEIGHTS}
+        self._static = {name: path for name, path in files.items() if name != WEIGHTS}
         self._loaded = model, optimizer
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> Report:
@@ -67,14 +67,15 @@ class TorchEngine:
         metrics["trajectories_refused"] = float(len(tensors.refused))
         return Report(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
 
-    def save(self) -> dict[str, bytes]:
+    def save(self, folder: Path) -> dict[str, Path]:
         model, _ = self._ready()
         weights = {name: tensor.detach().contiguous() for name, tensor in model.parameters.items()}
-        return {**self._static, WEIGHTS: save_safetensors(weights, metadata={"format": "pt"})}
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        return {**self._static, WEIGHTS: folder / WEIGHTS}
 
-    def checkpoint(self) -> dict[str, bytes]:
+    def checkpoint(self, folder: Path) -> dict[str, Path]:
         model, optimizer = self._ready()
-        return optimizer_files(optimizer, model.parameters)
+        return write_optimizer(optimizer, model.parameters, folder)
 
     @torch.no_grad()
     def probe(self, tokens: Sequence[int]) -> list[float]:
@@ -95,11 +96,12 @@ class TorchEngine:
         return self._loaded
 
 
-def _model_of(files: Mapping[str, bytes]) -> Model:
-    weights = load_safetensors(files[WEIGHTS])
-    shape = llama_shape(files["config.json"])
+def _model_of(files: Mapping[str, Path]) -> Model:
+    weights = load_file(files[WEIGHTS])  # views of the file: the model makes copies
+    config_json = files["config.json"].read_bytes()
+    shape = llama_shape(config_json)
     if shape is None:
-        return ForeignModel(files["config.json"], weights)
+        return ForeignModel(config_json, weights)
     if shape.tied:
         weights.pop("lm_head.weight", None)
     wanted = "model.embed_tokens.weight"

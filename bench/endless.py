@@ -1,0 +1,215 @@
+"""Runs that need not end: what a restart costs after ever more ended trajectories of one run (P13).
+
+One run goes on and on (bench.practice). After so many ended trajectories its programs are killed and started again one after
+another, each with work waiting for it: seconds from its start (after its imports) to the first event it writes, its memory at
+that moment, and the size of the state it went on from. The streams lose their state folder too.
+"""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.practice import (
+    LOOP,
+    Counter,
+    Player,
+    Program,
+    Server,
+    Watch,
+    first_weights,
+    new_run,
+    settings_of,
+)
+from deploy.local.stack import Addresses, local_log
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.events import SnapshotTaken, WeightsPublished
+from schemas.registry import ConfluentRegistry
+from schemas.run import Run
+from streams.log.kafka import KafkaLog
+
+LIMIT = 1.2
+_RUN_ID = "endless"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One program, started again."""
+
+    seconds: float
+    memory_bytes: int
+    state_bytes: dict[str, int]
+
+
+@dataclass
+class Endless:
+    """The run, its log, and everything that is running for it."""
+
+    run: Run
+    log: KafkaLog
+    folder: Path
+    server: Server
+    newest: WeightsPublished
+    programs: dict[str, Program] = field(default_factory=dict)
+    player: Player | None = None
+
+    def go_on(self, ended: Counter, count: int) -> None:
+        """Practises until so many trajectories have ended in all, then until nothing is under way any more."""
+        self._play()
+        started = [self._prepare(name) for name in LOOP]
+        for program in started:
+            program.await_ready()
+            program.start()
+        ended.reach(count, self._require_alive)
+        self.programs["feeder"].kill()  # what it fed is played to the end, so that all programs have nothing to do
+        del self.programs["feeder"]
+        ended.settle(self._require_alive)
+        self.kill_all()
+
+    def restart_all(self) -> dict[str, Restart]:
+        """Each program in the order of the flow: what one writes is the next one's work."""
+        restarts = {"feeder": self._restart("feeder", "tasks"), "scheduler": self._restart("scheduler", "rollouts")}
+        self._play()
+        Counter(self.log, "messages").settle(lambda: None)
+        self.kill_all()
+        shutil.rmtree(self.folder / "state")
+        restarts["streams"] = self._restart("streams", "trajectories")
+        Counter(self.log, "groups").settle(self._require_alive)
+        restarts["cut"] = self._restart("cut", "batches")
+        restarts["trainer"] = self._restart("trainer", "steps")
+        restarts["reloader"] = self._restart("reloader", None)
+        self.kill_all()
+        self.newest = _newest_weights(self.log, self.run)
+        return restarts
+
+    def _restart(self, name: str, writes: str | None) -> Restart:
+        program = self._prepare(name)
+        program.await_ready()
+        self.server.asked.clear()
+        watch = None if writes is None else Watch(self.log, self.run, writes)
+        began = program.start()
+        ended = self.server.first(program.require_alive) if watch is None else watch.first([program])
+        memory_bytes = program.memory_bytes()
+        return Restart(ended - began, memory_bytes, self._state_bytes(name))
+
+    def _state_bytes(self, name: str) -> dict[str, int]:
+        if name == "streams":
+            # of segments only: Kafka makes their indexes far larger than they need to be
+            segments = self.folder.rglob("*changelog*/*.log")
+            return {
+                "table": _size_bytes(self.folder / "state"),
+                "changelog": sum(path.stat().st_size for path in segments),
+            }
+        return {"snapshot": _snapshot_bytes(self.log, self.run, name)}
+
+    def _prepare(self, name: str) -> Program:
+        self.programs[name] = Program.prepare(name, self.run, settings_of(name, self.folder, self.server.url))
+        return self.programs[name]
+
+    def _play(self) -> None:
+        self.player = Player(self.run, self.log, self.newest, self.server.url)
+
+    def kill_all(self) -> None:
+        for program in self.programs.values():
+            program.kill()
+        self.programs = {}
+        if self.player is not None:
+            self.player.close()
+            self.newest = self.player.newest
+            self.player = None
+
+    def _require_alive(self) -> None:
+        for program in self.programs.values():
+            program.require_alive()
+        if self.player is not None:
+            self.player.require_alive()
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """Growth from the first size to the last, the worst of all programs; 1 = none, at most 1.2."""
+    sizes = (500, 3_000) if quick else (10_000, 100_000, 1_000_000)
+    return measure_sizes(sizes)
+
+
+def measure_sizes(sizes: tuple[int, ...]) -> dict[str, float]:
+    found: dict[int, dict[str, Restart]] = {}
+    with _endless() as endless:
+        ended = Counter(endless.log, "trajectories")
+        for size in sizes:
+            endless.go_on(ended, size)
+            count = ended.count()
+            found[count] = endless.restart_all()
+            _tell(count, found[count])
+    first, last = next(iter(found.values())), next(reversed(found.values()))
+    return {
+        "restart_growth": max(last[name].seconds / first[name].seconds for name in first),
+        "memory_growth": max(last[name].memory_bytes / first[name].memory_bytes for name in first),
+        "state_growth": max(
+            last[name].state_bytes[kind] / size_bytes
+            for name in first
+            for kind, size_bytes in first[name].state_bytes.items()
+            if size_bytes > 0
+        ),
+        "endless_trajectories": float(next(reversed(found))),
+    }
+
+
+def _tell(count: int, restarts: dict[str, Restart]) -> None:
+    print(f"after {count:,} ended trajectories", file=sys.stderr)
+    for name, restart in restarts.items():
+        state = ", ".join(f"{kind} {size_bytes:,} bytes" for kind, size_bytes in restart.state_bytes.items())
+        megabytes = restart.memory_bytes / 1e6
+        print(f"  {name:10} {restart.seconds:7.2f} s  {megabytes:6.0f} MB  {state}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _endless() -> Iterator[Endless]:
+    with (
+        tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder,
+        local_log(Path(folder), heap_mebibytes=512) as addresses,
+    ):
+        log = _open(addresses)
+        server = Server()
+        run = new_run(log, _RUN_ID, addresses)
+        endless = Endless(run, log, Path(folder), server, first_weights(run, log, server.url))
+        try:
+            yield endless
+        finally:
+            endless.kill_all()
+            server.close()
+            log.close()
+
+
+def _open(addresses: Addresses) -> KafkaLog:
+    codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
+    return KafkaLog(addresses.log, codec)
+
+
+def _newest_weights(log: KafkaLog, run: Run) -> WeightsPublished:
+    reader = log.reader(["weights"], start=run.start)
+    newest: WeightsPublished | None = None
+    while not reader.caught_up():
+        for delivery in reader.poll(1000, 0.2):
+            if isinstance(delivery.event, WeightsPublished):
+                newest = delivery.event
+    reader.close()
+    assert newest is not None
+    return newest
+
+
+def _snapshot_bytes(log: KafkaLog, run: Run, program: str) -> int:
+    """Of the newest one; 0 for a program that takes none."""
+    size_bytes = 0
+    for message in log.messages(["snapshots"], run.start):
+        event = log.codec.decode(message.value, "snapshots") if message.value else None
+        if isinstance(event, SnapshotTaken) and event.program == program:
+            size_bytes = len(event.state)
+    return size_bytes
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

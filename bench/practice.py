@@ -1,0 +1,411 @@
+"""A run without a model: the real feeder, scheduler, streams and cutter, each a process, on a real broker.
+
+    feeder ─► scheduler ─► Player ─► streams ─► cut ─► Player
+
+The Player stands for workers, trainer and reloader: it answers every request at once with three small messages, and every
+batch with a step and a new version, in the trainer's own transaction. So the log holds what a real run leaves, as fast as the
+programs that are measured can make it.
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bench import practice_job
+from consumers.config import ReloaderSettings
+from deploy.local.stack import Addresses
+from producers.config import FeederSettings, SchedulerSettings
+from schemas.blobs import open_blobs
+from schemas.errors import LogUnavailable
+from schemas.events import (
+    BatchCut,
+    Event,
+    Meta,
+    Probe,
+    RolloutEnded,
+    RolloutRequested,
+    RolloutStarted,
+    StepTaken,
+    TurnGenerated,
+    VersionSpan,
+    WeightsFile,
+    WeightsLoaded,
+    WeightsPublished,
+)
+from schemas.ids import new_id, now_microseconds
+from schemas.job import load_job
+from schemas.packed import pack_logprobs, pack_tokens
+from schemas.programs import ACCESS_BY_PROGRAM
+from schemas.run import JobSettings, Run
+from schemas.topics import TOPICS
+from streams.config import CutSettings, StreamsSettings
+from streams.log.protocol import Log, Reader
+from trainer.base_model import make_model
+from trainer.config import ModelSettings, TrainerSettings
+
+JOB = JobSettings(
+    module=practice_job.__name__, demonstrations=0, steps=0, groups_per_batch=64, group_size=8, staleness_target=2
+)
+LOOP = ("feeder", "scheduler", "streams", "cut")
+"the programs of a run that are no part of the Player"
+_PROJECT = Path(__file__).parent.parent
+_MODEL = ModelSettings(hidden=32, layers=1, heads=2, ffn=48)
+_TOKENS = 8
+_PATIENCE_SECONDS = 3600.0
+_QUIET_SECONDS = 3.0
+_TRIES = 30
+
+
+def new_run(log: Log, run_id: str, addresses: Addresses) -> Run:
+    """A run that starts here: nothing before this moment belongs to it."""
+    start = tuple(log.end_positions([topic.name for topic in TOPICS]))
+    return Run(run_id=run_id, seed=0, job=JOB, log=addresses.log, blobs_url=addresses.blobs_url, start=start)
+
+
+def settings_of(program: str, folder: Path, server: str = "") -> msgspec.Struct:
+    match program:
+        case "feeder":
+            return FeederSettings(train_backlog=JOB.groups_per_batch * 4, evaluation_tasks=0, evaluation_every=0)
+        case "streams":
+            return StreamsSettings(state_folder=str(folder / "state"))
+        case "trainer":
+            return TrainerSettings(model=_MODEL)
+        case "reloader":
+            return ReloaderSettings(servers=(server,), folder=str(folder / "reloader"))
+        case "scheduler":
+            return SchedulerSettings()
+        case "cut":
+            return CutSettings()
+    raise KeyError(program)
+
+
+@dataclass
+class Program:
+    """A program of a run as a process: imported, and waiting to be told to start."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+
+    @classmethod
+    def prepare(cls, name: str, run: Run, settings: msgspec.Struct) -> "Program":
+        told = msgspec.structs.replace(run, program=name, worker=f"{name}-{run.run_id}")
+        arguments = [name, msgspec.json.encode(told).decode(), msgspec.json.encode(settings).decode()]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.practice_program", *arguments],
+            cwd=_PROJECT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        return cls(name, process)
+
+    def await_ready(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n", f"{self.name} cannot be imported"
+
+    def start(self) -> float:
+        """Tells it to start, when it is ready; the moment is returned."""
+        assert self.process.stdin is not None
+        began = time.monotonic()
+        self.process.stdin.write(b"go\n")
+        self.process.stdin.flush()
+        return began
+
+    def memory_bytes(self) -> int:
+        with open(f"/proc/{self.process.pid}/status") as status:
+            (kilobytes,) = (line.split()[1] for line in status if line.startswith("VmRSS:"))
+        return int(kilobytes) * 1024
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def require_alive(self) -> None:
+        assert self.process.poll() is None, f"{self.name} ended with code {self.process.poll()}"
+
+
+@dataclass
+class Player:
+    """Plays what is asked for and answers batches, in a thread of its own, until it is closed."""
+
+    run: Run
+    log: Log
+    newest: WeightsPublished
+    server: str
+    rollouts: int = 0
+    "played by this player"
+    _failure: BaseException | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._play, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.require_alive()
+
+    def require_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _play(self) -> None:
+        try:
+            transactor = self.log.transactor(ACCESS_BY_PROGRAM["trainer"].group_of(self.run.run_id))
+            requests = self.log.reader(["rollouts"], f"player-{self.run.run_id}", alone=True, start=self.run.start)
+            group = ACCESS_BY_PROGRAM["trainer"].group_of(self.run.run_id)
+            batches = self.log.reader(["batches"], group, alone=True, start=self.run.start)
+            while not self._stop.is_set():
+                self._answer_requests(requests)
+                for delivery in batches.poll(1, 0.0):
+                    if isinstance(delivery.event, BatchCut) and delivery.event.meta.run_id == self.run.run_id:
+                        self._answer_batch(delivery.event, transactor, batches)
+            for reader in (requests, batches):
+                reader.close()
+            transactor.close()
+        except BaseException as failure:
+            self._failure = failure
+
+    def _answer_requests(self, requests: Reader) -> None:
+        deliveries = requests.poll(1000, 0.02)
+        for delivery in deliveries:
+            request = delivery.event
+            if isinstance(request, RolloutRequested) and request.meta.run_id == self.run.run_id:
+                for event in played(request, self.newest.version):
+                    self.log.append(event)
+                self.rollouts += 1
+        if deliveries:
+            self.log.flush()
+            requests.commit()
+
+    def _answer_batch(self, batch: BatchCut, transactor: Any, batches: Reader) -> None:
+        if batch.base_version != self.newest.version:
+            return  # taken already, by a real trainer
+        version = batch.base_version + 1
+        self.newest = msgspec.structs.replace(
+            self.newest, meta=_meta(self.run, "weights"), version=version, base_version=version - 1
+        )
+        transactor.commit([step(self.run, batch, version), self.newest], batches)
+        self.log.append(loaded(self.run, self.server, version))
+        self.log.flush()
+
+
+def played(request: RolloutRequested, version: int) -> Iterator[Event]:
+    """A rollout of one turn; half of the answers are right, so that a group teaches something."""
+    answer = "7" if request.index % 2 else "8"
+    meta = request.meta
+    attempt_id = f"{meta.trajectory_id}-{request.retry}"
+
+    def of(seq: int, category: str) -> Meta:
+        return msgspec.structs.replace(
+            meta,
+            id=f"{attempt_id}-{seq}",
+            attempt_id=attempt_id,
+            seq=seq,
+            category=category,
+            topic="messages",
+            sender="player",
+            timestamp=now_microseconds(),
+            causation_id=meta.id,
+            policy_version=version,
+        )
+
+    tokens = pack_tokens(range(20, 20 + _TOKENS))
+    yield RolloutStarted(
+        meta=of(0, "rollout"),
+        task=request.task,
+        index=request.index,
+        seed=request.seed,
+        worker="player",
+        sandbox=None,
+        isolation="none",
+        prompt_tokens=tokens,
+        template_hash="template",
+        tools_hash="tools",
+        world_hash="world",
+    )
+    yield TurnGenerated(
+        meta=of(1, "turn"),
+        agent="agent",
+        text=f"<answer>{answer}</answer>",
+        tokens=tokens,
+        logprobs=pack_logprobs([-1.0] * _TOKENS),
+        versions=[VersionSpan(version=version, start=0, end=_TOKENS)],
+        sampling=request.sampling,
+        finish_reason="stop",
+        milliseconds=1.0,
+    )
+    yield RolloutEnded(
+        meta=of(2, "rollout"),
+        ended_by="answered",
+        answer=answer,
+        reason=None,
+        turns=1,
+        tokens_sampled=_TOKENS,
+        tokens_read=_TOKENS,
+        milliseconds=1.0,
+        cost=0.0,
+    )
+
+
+def first_weights(run: Run, log: Log, server: str) -> WeightsPublished:
+    """Version 0, as the trainer makes it, loaded by the server."""
+    blobs = open_blobs(run)
+    files: list[WeightsFile] = []
+    for name, data in sorted(make_model(_MODEL, load_job(run.job.module), run.seed).items()):
+        uri, sha256 = blobs.put(data)
+        files.append(WeightsFile(name=name, uri=uri, sha256=sha256, size_bytes=len(data)))
+    published = WeightsPublished(
+        meta=_meta(run, "weights"),
+        version=0,
+        base_version=None,
+        kind="full",
+        files=files,
+        checkpoint=[],
+        batches=[],
+        probe=Probe(tokens=b"", logprobs=b""),
+    )
+    log.append(published)
+    log.append(loaded(run, server, 0))
+    log.flush()
+    return published
+
+
+def loaded(run: Run, server: str, version: int) -> WeightsLoaded:
+    return WeightsLoaded(
+        meta=_meta(run, "serving"),
+        server=server,
+        version=version,
+        digest="digest",
+        probe_gap=0.0,
+        seconds=0.1,
+        refusal=None,
+    )
+
+
+def step(run: Run, batch: BatchCut, version: int) -> StepTaken:
+    return StepTaken(
+        meta=_meta(run, "steps"),
+        kind="grpo",
+        batch_id=batch.meta.id,
+        base_version=batch.base_version,
+        new_version=version,
+        metrics={},
+        seconds={},
+        code_hash="",
+        config_hash="",
+    )
+
+
+def _meta(run: Run, topic: str) -> Meta:
+    return Meta(
+        id=new_id(),
+        run_id=run.run_id,
+        category=topic,
+        topic=topic,
+        sender="player",
+        timestamp=now_microseconds(),
+    )
+
+
+class Server:
+    """Where the reloader looks first: an HTTP server that refuses everything and knows when it was asked."""
+
+    def __init__(self) -> None:
+        asked: deque[float] = deque(maxlen=1)
+
+        class Refusing(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(time.monotonic())
+                self.send_error(503)
+
+            do_POST = do_GET  # noqa: N815 - the name is the base's
+
+            def log_message(self, *arguments: object) -> None:
+                """Nothing."""
+
+        self.asked = asked
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def first(self, alive: Callable[[], None]) -> float:
+        """Waits until it is asked; the moment is returned."""
+        while not self.asked:
+            alive()
+            time.sleep(0.01)
+        return self.asked[0]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class Watch:
+    """Sees the first event of a run on a topic that comes after now."""
+
+    def __init__(self, log: Log, run: Run, topic: str) -> None:
+        self._run = run
+        self._reader = log.reader([topic], start=log.end_positions([topic]))
+        self._reader.poll(1, 0.1)
+
+    def first(self, programs: Sequence[Program]) -> float:
+        """Waits for it; the moment is returned."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        try:
+            while time.monotonic() < until:
+                for delivery in self._reader.poll(1000, 0.02):
+                    if delivery.event is not None and delivery.event.meta.run_id == self._run.run_id:
+                        return time.monotonic()
+                for program in programs:
+                    program.require_alive()
+        finally:
+            self._reader.close()
+        raise TimeoutError("nothing came")
+
+
+class Counter:
+    """Counts the events of a topic that come after now, of all runs."""
+
+    def __init__(self, log: Log, topic: str) -> None:
+        self._log = log
+        self._topic = topic
+        self._start = self._end()
+
+    def _end(self) -> int:
+        return sum(position.offset for position in self._log.end_positions([self._topic]))
+
+    def count(self) -> int:
+        for _ in range(_TRIES):
+            with suppress(LogUnavailable):  # on a machine with much to do a broker may be silent for seconds
+                return self._end() - self._start
+            time.sleep(1.0)
+        raise TimeoutError("the broker does not answer")
+
+    def reach(self, count: int, alive: Callable[[], None]) -> float:
+        """Waits until so many have come; the moment is returned."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while self.count() < count:
+            alive()
+            assert time.monotonic() < until, f"{self.count()} of {count} {self._topic}"
+            time.sleep(0.1)
+        return time.monotonic()
+
+    def settle(self, alive: Callable[[], None]) -> None:
+        """Waits until none have come for a while."""
+        known, since = -1, time.monotonic()
+        while time.monotonic() - since < _QUIET_SECONDS:
+            alive()
+            if self.count() != known:
+                known, since = self.count(), time.monotonic()
+            time.sleep(0.2)

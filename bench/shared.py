@@ -1,0 +1,128 @@
+"""Runs share a log without paying for each other (P14): a run beside a million events of other runs, and on an empty field.
+
+Two brokers stand side by side. One holds the events of other runs, the other nothing. A run of its own id is practised on each
+in turn (bench.practice): seconds from the start of its programs (after their imports) to the first rollout that is asked for,
+and rollouts a second until so many have ended.
+"""
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.practice import LOOP, Counter, Player, Program, Server, Watch, first_weights, new_run, settings_of
+from deploy.local.stack import Addresses, local_log
+from schemas.blobs import Blobs
+from schemas.codec import Codec
+from schemas.registry import ConfluentRegistry
+from schemas.topics import TOPICS
+from streams.log.kafka import KafkaLog
+
+_SEED_RUN = "other-0000"
+"as long as every other name of another run: their events are this run's with the name changed"
+
+
+@dataclass
+class Field:
+    """A broker with what is on it."""
+
+    addresses: Addresses
+    log: KafkaLog
+    folder: Path
+    server: Server
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run on one field."""
+
+    first_seconds: float
+    rollouts_per_second: float
+
+
+def measure(quick: bool) -> dict[str, float]:
+    """start_to_first_rollout_ratio: at most 1.2; throughput_ratio: at least 0.95."""
+    events, rollouts, rounds = (20_000, 1_000, 1) if quick else (1_000_000, 10_000, 5)
+    with _field() as empty, _field() as shared:
+        _practise(shared, _SEED_RUN, 1_000)
+        written = _fill(shared.log, events)
+        print(f"{written:,} events of other runs", file=sys.stderr, flush=True)
+        found: list[tuple[Round, Round]] = []
+        for number in range(rounds):
+            pair = _round(empty, number, rollouts), _round(shared, number, rollouts)
+            found.append(pair)
+            print(f"  empty {pair[0]}\n  shared {pair[1]}", file=sys.stderr, flush=True)
+    starts = [there.first_seconds / alone.first_seconds for alone, there in found]
+    rates = [there.rollouts_per_second / alone.rollouts_per_second for alone, there in found]
+    print(f"range of start ratios {min(starts):.2f}-{max(starts):.2f}", file=sys.stderr)
+    print(f"range of throughput ratios {min(rates):.2f}-{max(rates):.2f}", file=sys.stderr)
+    return {
+        "start_to_first_rollout_ratio": statistics.median(starts),
+        "throughput_ratio": statistics.median(rates),
+        "shared_events_of_other_runs": float(written),
+    }
+
+
+def _round(field: Field, number: int, rollouts: int) -> Round:
+    return _practise(field, f"round-{number}", rollouts)
+
+
+def _practise(field: Field, run_id: str, rollouts: int) -> Round:
+    run = new_run(field.log, run_id, field.addresses)
+    newest = first_weights(run, field.log, field.server.url)
+    folder = field.folder / run_id
+    programs = [Program.prepare(name, run, settings_of(name, folder)) for name in LOOP]
+    player: Player | None = None
+    try:
+        for program in programs:
+            program.await_ready()
+        watch, ended = Watch(field.log, run, "rollouts"), Counter(field.log, "trajectories")
+        player = Player(run, field.log, newest, field.server.url)
+        began = min(program.start() for program in programs)
+        first = watch.first(programs)
+
+        def require_alive() -> None:
+            for program in programs:
+                program.require_alive()
+            assert player is not None
+            player.require_alive()
+
+        warm = ended.reach(1, require_alive)
+        return Round(first - began, rollouts / (ended.reach(rollouts, require_alive) - warm))
+    finally:
+        for program in programs:
+            program.kill()
+        if player is not None:
+            player.close()
+
+
+def _fill(log: KafkaLog, count: int) -> int:
+    """Appends the events of a real run again and again under other names, until there are so many. Returns how many."""
+    messages = [message for message in log.messages([topic.name for topic in TOPICS]) if message.value is not None]
+    written, copy = len(messages), 0
+    while written < count:
+        copy += 1
+        name = f"other-{copy:04}".encode()
+        for message in messages:
+            assert message.value is not None
+            key = None if message.key is None else message.key.replace(_SEED_RUN.encode(), name)
+            log.append_bytes(message.address.topic, key, message.value.replace(_SEED_RUN.encode(), name))
+        written += len(messages)
+    log.flush(600.0)
+    return written
+
+
+@contextmanager
+def _field() -> Iterator[Field]:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="replayground-bench-")))
+        addresses = stack.enter_context(local_log(folder, heap_mebibytes=512))
+        codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
+        log = KafkaLog(addresses.log, codec)
+        stack.callback(log.close)
+        server = Server()
+        stack.callback(server.close)
+        yield Field(addresses, log, folder, server)

@@ -1,0 +1,37 @@
+"""The flow of a run as the page draws it: every topic, who writes it, and which stage takes it. Made from schemas.programs."""
+
+from dataclasses import dataclass
+
+from schemas.programs import ACCESS
+from schemas.topics import TOPICS, Topic
+
+
+@dataclass(frozen=True)
+class Station:
+    """One topic, in the order of the flow."""
+
+    topic: str
+    events: tuple[str, ...]
+    "kinds of events on it"
+    writers: tuple[str, ...]
+    "programs of a run that write it"
+    readers: tuple[str, ...]
+    "programs of a run that read it, with or without a group"
+    stage: str | None
+    "the stage that takes it from a group, which may lag; None when it is only read along"
+
+
+def _station(topic: Topic) -> Station:
+    of_run = [access for access in ACCESS if not access.of_field]
+    stages = [access.consumes[topic.name] for access in of_run if topic.name in access.consumes]
+    assert len(stages) <= 1, f"{topic.name} is shared out to {stages}: the page shows one lag a topic"
+    return Station(
+        topic=topic.name,
+        events=tuple(event.__name__ for event in topic.events),
+        writers=tuple(access.program for access in of_run if topic.name in access.topics_written),
+        readers=tuple(access.program for access in of_run if topic.name in access.topics_read),
+        stage=stages[0] if stages else None,
+    )
+
+
+FLOW: tuple[Station, ...] = tuple(_station(topic) for topic in TOPICS)

@@ -1,0 +1,183 @@
+"""The runs of a field, as the trace store has them: which there are, how each of them stands, and its job.
+
+What a run is comes from its facts on topic `runs` (streams.rules.runs), never from the settings of this program.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from consumers.clickhouse import queries
+from consumers.clickhouse.answers import Answers, Question
+from consumers.clickhouse.store import Answer
+from consumers.reports.evaluations import evaluations_of, newest_pass_at_1
+from schemas.errors import BadInput
+from schemas.events import Event, Meta, RunEnded, RunResumed, RunStarted
+from schemas.run import JobSettings
+from streams.rules.runs import RunState, fold
+
+State = Literal["running", "finished", "stopped", "failed", "taken_over", "lost"]
+
+_LOST_MICROSECONDS = 30_000_000
+_NEAREST = 3
+_FACTS: dict[str, type[Event]] = {"RunStarted": RunStarted, "RunResumed": RunResumed, "RunEnded": RunEnded}
+_RUN_FACTS = Question(queries.RUN_FACTS, tuple(_FACTS))
+_KINDS = ("StepTaken", "WeightsPublished", "TaskSubmitted", "TrajectoryAssembled", "RewardAssigned", "ControlIssued")
+"what the figures of a run in the list rest on"
+_COUNTS = Question(queries.COUNTS_BY_RUN, (*_KINDS, "WorkerSeen"), seconds=2.0)
+
+
+class UnknownRun(BadInput):
+    """There is no such run in the store."""
+
+
+class Listed(Struct, frozen=True, kw_only=True):
+    """One run in the list of runs. Times are microseconds since the epoch; null = unknown."""
+
+    run_id: str
+    job: str
+    "module of the job"
+    kind: str
+    seed: int
+    state: State
+    started_at: int
+    ended_at: int | None
+    steps: int
+    steps_target: int
+    "0 = until stopped"
+    version: int | None
+    reward_mean: float | None
+    "of the newest batch"
+    pass_at_1: float | None
+    "of the newest complete evaluation at temperature 1"
+    started_by: str
+
+
+class _Figures(Struct, frozen=True, kw_only=True):
+    steps: int = 0
+    reward_mean: float | None = None
+    version: int | None = None
+    pass_at_1: float | None = None
+
+
+def state_of(run: RunState, newest_heartbeat: int, now: int) -> State:
+    """A run that has not ended on the log and has shown no sign of life for a while is lost."""
+    if run.reason is not None:
+        return run.reason
+    return "running" if max(newest_heartbeat, run.resumed_at) >= now - _LOST_MICROSECONDS else "lost"
+
+
+def job_of(run: RunState) -> JobSettings:
+    """The job of a run. Fields that this release does not know are passed over. Raises BadInput when it cannot be read."""
+    try:
+        told = msgspec.json.decode(run.config, type=dict[str, Any]).get("job", {})
+        known = {name: told[name] for name in JobSettings.__struct_fields__ if name in told}
+        return msgspec.convert(known, JobSettings)
+    except (msgspec.MsgspecError, TypeError) as error:
+        raise BadInput(f"the config of run {run.run_id} cannot be read: {error}") from error
+
+
+class Runs:
+    """The runs in the store. Belongs to one thread at a time."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self._figures: dict[str, tuple[tuple[int, ...], _Figures]] = {}
+        self._folded: tuple[Answer | None, dict[str, RunState]] = (None, {})
+
+    def states(self) -> dict[str, RunState]:
+        """All runs by id, in the order in which they started."""
+        answer = self._answers.ask(_RUN_FACTS, {})
+        if answer is not self._folded[0]:
+            self._folded = (answer, fold(_facts(answer.rows)))
+        return self._folded[1]
+
+    def find(self, run_id: str | None) -> RunState:
+        """A run, or the newest one. Raises UnknownRun."""
+        states = self.states()
+        if not states:
+            raise UnknownRun("there is no run on this field yet")
+        if not run_id:
+            return list(states.values())[-1]
+        if run_id not in states:
+            raise UnknownRun(
+                f"there is no run {run_id} here; the nearest are {', '.join(_nearest(run_id, list(states)))}"
+            )
+        return states[run_id]
+
+    def listed(self, now: int) -> list[Listed]:
+        """All runs, newest first."""
+        states = self.states()
+        counts: dict[str, dict[str, int]] = {}
+        heartbeats: dict[str, int] = {}
+        for run_id, kind, events, newest in self._answers.ask(_COUNTS, {}).rows:
+            counts.setdefault(run_id, {})[kind] = events
+            if kind == "WorkerSeen":
+                heartbeats[run_id] = newest
+        figures = self._figures_of(list(states), counts, now)
+        return [
+            Listed(
+                run_id=run.run_id,
+                job=run.job,
+                kind=run.kind,
+                seed=run.seed,
+                state=state_of(run, heartbeats.get(run.run_id, 0), now),
+                started_at=run.started_at,
+                ended_at=run.ended_at,
+                steps_target=run.steps_target,
+                started_by=run.started_by,
+                **msgspec.structs.asdict(figures[run.run_id]),
+            )
+            for run in reversed(states.values())
+        ]
+
+    def _figures_of(
+        self, run_ids: Sequence[str], counts: Mapping[str, dict[str, int]], now: int
+    ) -> dict[str, _Figures]:
+        """Asked anew only for runs that have more rows than last time: a run of last month costs nothing."""
+        rests_on = {run_id: tuple(counts.get(run_id, {}).get(kind, 0) for kind in _KINDS) for run_id in run_ids}
+        changed = [run_id for run_id in run_ids if self._figures.get(run_id, ((), None))[0] != rests_on[run_id]]
+        if changed:
+            found = self._ask_figures(changed, now)
+            self._figures |= {run_id: (rests_on[run_id], found[run_id]) for run_id in changed}
+        return {run_id: self._figures[run_id][1] for run_id in run_ids}
+
+    def _ask_figures(self, run_ids: Sequence[str], now: int) -> dict[str, _Figures]:
+        asked = {"runs": list(run_ids)}
+        store = self._answers.store
+        steps = {run_id: (count, reward) for run_id, count, reward in store.ask(queries.STEPS_OF_RUNS, asked).rows}
+        versions: dict[str, int] = dict(store.ask(queries.VERSIONS_OF_RUNS, asked).rows)
+        released: dict[str, set[int]] = {}
+        for run_id, version in store.ask(queries.RELEASED_OF_RUNS, asked).rows:
+            released.setdefault(run_id, set()).add(version)
+        sessions: dict[str, list[dict[str, Any]]] = {}
+        for row in store.ask(queries.SESSIONS_OF_RUNS, asked).dicts():
+            sessions.setdefault(row["run_id"], []).append(row)
+        return {
+            run_id: _Figures(
+                steps=steps.get(run_id, (0, None))[0],
+                reward_mean=steps.get(run_id, (0, None))[1],
+                version=versions.get(run_id),
+                pass_at_1=newest_pass_at_1(
+                    evaluations_of(sessions.get(run_id, []), released.get(run_id, set()), now), "sampled"
+                ),
+            )
+            for run_id in run_ids
+        }
+
+
+def _facts(rows: Iterable[Sequence[Any]]) -> Iterator[Event]:
+    """Rows of queries.RUN_FACTS as events, in the order of the log: topic runs has one partition."""
+    facts = [(*fact, run_id) for run_id, told in rows for fact in told]
+    for _, kind, event_id, sender, timestamp, body, run_id in sorted(facts, key=lambda fact: fact[0]):
+        if kind in _FACTS:
+            meta = Meta(id=event_id, run_id=run_id, category="run", topic="runs", sender=sender, timestamp=timestamp)
+            yield msgspec.convert({"meta": meta, **msgspec.json.decode(body)}, _FACTS[kind])
+
+
+def _nearest(run_id: str, known: Sequence[str]) -> list[str]:
+    """Ids that look alike; the newest ones when none does."""
+    return difflib.get_close_matches(run_id, known, _NEAREST, 0.3) or list(reversed(known))[:_NEAREST]

@@ -1,0 +1,256 @@
+"""The commands that show the field and its runs: status, runs, logs, sql, report."""
+
+import subprocess
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from deploy.options import FIELD, Field, RunArgument, RunOption, console, say, say_aside
+from schemas.errors import BadInput
+
+if TYPE_CHECKING:
+    from deploy.local.folder import FieldFolder, RunFolder, StackFolder
+    from deploy.local.stack import RunningStack
+    from deploy.page import ListedRun
+    from deploy.resolve import Resolved
+    from streams.rules.runs import RunState
+
+
+def status(run: RunArgument = None, field: Field = FIELD) -> None:
+    """What is running: the field and its active runs; with RUN, the programs of that run and how far it is.
+
+    Examples:  replayground status  ·  replayground status 20260713-0915
+    """
+    from deploy.field import attach_field, existing_field
+    from deploy.local.folder import is_locked
+    from deploy.resolve import load
+
+    folder = existing_field(field)
+    if not is_locked(folder.path):
+        say(f"the field in {field} is not running: `replayground up` starts it, `replayground runs` lists its runs")
+    else:
+        say(f"field {field}  {load(folder).page_url}")
+        _print_parts(attach_field(folder))
+    wanted = [_local_run(folder, run)] if run is not None else folder.running()
+    for run_folder in wanted:
+        _print_run(run_folder)
+    if not wanted:
+        say("no run is active here")
+
+
+def runs(field: Field = FIELD) -> None:
+    """All runs of the field, past and present, newest first. Answers with the field down, too.
+
+    Example:  replayground runs
+    """
+    from deploy.field import open_field
+    from deploy.page import Page
+
+    with open_field(field, say_aside, needs_log=False) as (folder, resolved):
+        listed = Page(resolved.page_url).runs()
+    if listed is None:
+        raise BadInput("the traces program does not answer: see `replayground logs traces`")
+    columns = ("run", "job", "seed", "state", "steps", "pass@1", "started", "by")
+    rows = [_row_of(run, _state_here(folder, run)) for run in listed]
+    _print_table(columns, rows)
+
+
+def logs(
+    program: Annotated[
+        str | None,
+        typer.Argument(help="A program of the run, or kafka, registry or traces; without it, all of the run."),
+    ] = None,
+    run: RunOption = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines from the end.")] = 20,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on reading as more is written.")] = False,
+    field: Field = FIELD,
+) -> None:
+    """Read what the programs of a run printed, by default of the one that was started here last, or those of the field.
+
+    Examples:  replayground logs trainer  ·  replayground logs rollouts --run 20260713-0915 -n 100 -f
+    """
+    from deploy.field import existing_field
+
+    folder = existing_field(field)
+    of_field = _logs_in(folder)
+    if run is None and program in of_field:
+        files = [of_field[program]]
+    else:
+        of_run = _logs_in(folder.latest_run() if run is None else _local_run(folder, run))
+        if program is not None and program not in of_run:
+            known = sorted([*of_run, *of_field])
+            raise BadInput(f"there is no log of {program}; there are: {', '.join(known)}")
+        files = [of_run[program]] if program is not None else list(of_run.values())
+    try:
+        subprocess.run(["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)], check=False)
+    except KeyboardInterrupt:
+        return  # that is how one stops reading
+
+
+def sql(
+    statement: Annotated[str, typer.Argument(help="One SELECT.")],
+    run: RunOption = None,
+    field: Field = FIELD,
+) -> None:
+    """Ask the traces of all runs a question in SQL, or of one run with --run. Answers with the field down, too.
+
+    Example:  replayground sql "SELECT run_id, type, count() FROM events GROUP BY ALL ORDER BY 3 DESC"
+    """
+    from deploy.field import open_field
+    from deploy.page import Page
+
+    with open_field(field, say_aside, needs_log=False) as (_, resolved):
+        try:
+            run_id = None if run is None else _stored_run(resolved, run)
+            answer = Page(resolved.page_url, run_id).sql(statement)
+        except OSError as error:
+            raise traces_silent(error) from error
+    _print_answer(answer)
+
+
+def report(run: RunArgument = None, field: Field = FIELD) -> None:
+    """Write report.html and summary.json of a run, live or past; without RUN, of the one that was started here last.
+
+    Examples:  replayground report  ·  replayground report 20260713-0915
+    """
+    from deploy.field import open_field
+    from deploy.session import conclude
+
+    with open_field(field, say_aside) as (folder, resolved):
+        run_id = folder.latest_run().run_id if run is None else _stored_run(resolved, run)
+        run_folder = folder.run(run_id)
+        conclude(run_folder, resolved.page_url, run_id)
+    say(f"{run_folder.report}\n{run_folder.summary}")
+
+
+def active_run(states: "Mapping[str, RunState]", beginning: str | None) -> "RunState":
+    """The run that is meant: by the beginning of its id, else the only active one. Raises BadInput."""
+    from deploy.runs import find_run
+
+    if beginning is not None:
+        state = find_run(states.values(), beginning)
+        if not state.is_active:
+            raise BadInput(f"{state.run_id} is not active: it is {state.reason}")
+        return state
+    active = [state for state in states.values() if state.is_active]
+    if len(active) == 1:
+        return active[0]
+    if not active:
+        raise BadInput("no run is active: `replayground run` starts one, `replayground runs` lists them")
+    raise BadInput(f"{len(active)} runs are active, so name one: {', '.join(state.run_id for state in active)}")
+
+
+def is_lost(folder: "FieldFolder", resolved: "Resolved", state: "RunState") -> bool:
+    """True when the programs of an active run are gone: started here last, and its stack is not running; or without a
+    heartbeat for long, as the traces program says."""
+    from deploy.page import Page
+
+    if _is_gone_here(folder, state.run_id, state.starts):
+        return True
+    listed = Page(resolved.page_url).runs() or []
+    return any(run.run_id == state.run_id and run.state == "lost" for run in listed)
+
+
+def traces_silent(error: OSError) -> BadInput:
+    return BadInput(f"the traces program does not answer ({error}): see `replayground logs traces`")
+
+
+def _is_gone_here(folder: "FieldFolder", run_id: str, start_number: int) -> bool:
+    from deploy.local.folder import is_locked
+    from deploy.resolve import load
+
+    run_folder = folder.run(run_id)
+    if not run_folder.file.exists() or is_locked(run_folder.path):
+        return False
+    return load(run_folder).start_number == start_number
+
+
+def _state_here(folder: "FieldFolder", run: "ListedRun") -> str:
+    """What the store says, corrected by what is known here at once: heartbeats take half a minute to be missed."""
+    from deploy.local.folder import is_locked
+
+    run_folder = folder.run(run.run_id)
+    if run.state == "running" and run_folder.file.exists() and not is_locked(run_folder.path):
+        return "lost"
+    return run.state
+
+
+def _stored_run(resolved: "Resolved", beginning: str) -> str:
+    """The id of a run in the trace store by its beginning. Raises BadInput."""
+    from deploy.page import Page
+
+    listed = Page(resolved.page_url).runs()
+    if listed is None:
+        raise BadInput("the traces program does not answer: see `replayground logs traces`")
+    return _only([run.run_id for run in listed], beginning)
+
+
+def _local_run(folder: "FieldFolder", beginning: str) -> "RunFolder":
+    return folder.run(_only([run.run_id for run in folder.run_folders()], beginning))
+
+
+def _only(run_ids: list[str], beginning: str) -> str:
+    from deploy.runs import only_id
+
+    return only_id(run_ids, beginning)
+
+
+def _logs_in(folder: "StackFolder") -> dict[str, Path]:
+    return {path.stem: path for path in sorted(folder.logs.glob("*.log"))}
+
+
+def _print_parts(stack: "RunningStack") -> None:
+    table = Table("part", "state", "process", "up", box=None, padding=(0, 2))
+    for part in stack.states().values():
+        table.add_row(part.name, part.state.lower(), str(part.pid or ""), f"{part.since_seconds} s" if part.pid else "")
+    console.print(table)
+    if (reason := stack.reason()) is not None:
+        say(reason)
+
+
+def _print_run(folder: "RunFolder") -> None:
+    from deploy.live import preparation_line, step_line
+    from deploy.local.folder import is_locked
+    from deploy.page import Page
+    from deploy.resolve import load
+    from deploy.session import attach_run
+
+    if not is_locked(folder.path):
+        say(f"\n{folder.run_id} is not running here")
+        return
+    say(f"\n{folder.run_id}")
+    _print_parts(attach_run(folder))
+    overview = Page(load(folder).page_url, folder.run_id).overview()
+    if overview is not None:
+        say(step_line(overview) if overview.steps else preparation_line(overview))
+
+
+def _row_of(run: "ListedRun", state: str) -> tuple[str, ...]:
+    from deploy.live import steps_text
+
+    started = datetime.fromtimestamp(run.started_at / 1e6).strftime("%Y-%m-%d %H:%M")
+    pass_at_1 = "" if run.pass_at_1 is None else f"{run.pass_at_1:.3f}"
+    steps = steps_text(run.steps, run.steps_target)
+    job = "/".join(Path(run.job).parts[-2:])
+    return run.run_id, job, str(run.seed), state, steps, pass_at_1, started, run.started_by
+
+
+def _print_answer(answer: dict[str, Any]) -> None:
+    columns = tuple(str(column) for column in answer["columns"])
+    _print_table(columns, [tuple("" if value is None else str(value) for value in row) for row in answer["rows"]])
+
+
+def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """A table for people, tab-separated lines for programs."""
+    if not console.is_terminal:
+        print("\n".join("\t".join(row) for row in [columns, *rows]))
+        return
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(Text(value) for value in row))
+    console.print(table)

@@ -1,0 +1,156 @@
+"""Runs as facts on the log: who started, resumed and ended them (topic `runs`), read and written here for every command.
+
+A fact counts when it is the first of its kind on the log (streams.rules.runs), so whoever writes a start reads the log back:
+two people who start or resume at the same moment then know which of them has it.
+"""
+
+import getpass
+import socket
+import time
+from collections.abc import Iterable
+
+from schemas.errors import BadInput, LogUnavailable, ReplaygroundError
+from schemas.events import EndReason, Event, Meta, Position, RunEnded, RunFile, RunKind, RunResumed, RunStarted
+from schemas.ids import new_id, now_microseconds
+from schemas.topics import TOPICS
+from streams.log.protocol import Log
+from streams.rules.runs import RunState, fold
+
+_EVENTS_MAX = 1000
+_POLL_SECONDS = 0.2
+_TRIES_MAX = 10
+_PATIENCE_SECONDS = 30.0
+
+
+def list_runs(log: Log) -> dict[str, RunState]:
+    """All runs of the field by id, oldest first. Raises LogUnavailable."""
+    return fold(_facts(log))
+
+
+def find_run(states: Iterable[RunState], beginning: str) -> RunState:
+    """The run whose id is this or begins with this. Raises BadInput when there is none, or more than one."""
+    by_id = {state.run_id: state for state in states}
+    return by_id[only_id(list(by_id), beginning)]
+
+
+def only_id(run_ids: list[str], beginning: str) -> str:
+    """The one id that is this or begins with this. Raises BadInput."""
+    if beginning in run_ids:
+        return beginning
+    found = [run_id for run_id in run_ids if run_id.startswith(beginning)]
+    if not found:
+        raise BadInput(f"there is no run {beginning} on this field: `replayground runs` lists them")
+    if len(found) > 1:
+        raise BadInput(f"{beginning} is the beginning of {len(found)} runs: {', '.join(found)}")
+    return found[0]
+
+
+def end_positions(log: Log) -> list[Position]:
+    """The end of every partition of every topic. Raises LogUnavailable."""
+    return log.end_positions([topic.name for topic in TOPICS])
+
+
+def started(
+    run_id: str,
+    kind: RunKind,
+    config: str,
+    files: list[RunFile],
+    seed: int,
+    code_version: str,
+    packages: dict[str, str],
+    positions: list[Position],
+) -> RunStarted:
+    return RunStarted(
+        meta=_meta(run_id),
+        kind=kind,
+        config=config,
+        files=files,
+        seed=seed,
+        code_version=code_version,
+        packages=packages,
+        positions=positions,
+        started_by=person(),
+    )
+
+
+def write_start(log: Log, event: RunStarted) -> RunState:
+    """Puts the start of a new run on the log and waits until it is acknowledged. Raises BadInput when the id is taken."""
+    _write(log, event)
+    state = list_runs(log)[event.meta.run_id]
+    if state.start_id != event.meta.id:
+        raise BadInput(
+            f"another run got the id {event.meta.run_id} (started by {state.started_by}): start it once more"
+        )
+    return state
+
+
+def write_resume(log: Log, run_id: str, code_version: str, packages: dict[str, str]) -> RunState:
+    """Puts the next start of a run on the log and waits until it is acknowledged; returns the run with its number."""
+    for _ in range(_TRIES_MAX):
+        number = list_runs(log)[run_id].starts + 1
+        event = RunResumed(
+            meta=_meta(run_id), start=number, code_version=code_version, packages=packages, started_by=person()
+        )
+        _write(log, event)
+        state = list_runs(log)[run_id]
+        if state.start_id == event.meta.id:
+            return state
+    raise ReplaygroundError(f"others resumed {run_id} {_TRIES_MAX} times in this moment: look who does, then try again")
+
+
+def write_end(log: Log, run_id: str, start_number: int, reason: EndReason, detail: str) -> None:
+    """Puts the end of a start on the log, unless it is there already."""
+    facts = [fact for fact in _facts(log) if isinstance(fact, RunEnded) and fact.meta.run_id == run_id]
+    if not any(fact.start == start_number for fact in facts):
+        _write(log, RunEnded(meta=_meta(run_id), reason=reason, detail=detail, start=start_number))
+
+
+def end_of(log: Log, run_id: str, start_number: int) -> RunEnded | None:
+    """How a start of a run ended; None when it has not, as far as the log says."""
+    for fact in _facts(log):
+        if isinstance(fact, RunEnded) and fact.meta.run_id == run_id and fact.start == start_number:
+            return fact
+    return None
+
+
+def person() -> str:
+    """Who asks, as user@machine."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in some containers
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _facts(log: Log) -> list[Event]:
+    """All facts about runs. A broker that is away for a moment is waited for. Raises LogUnavailable."""
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return _read_facts(log)
+        except LogUnavailable:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+def _read_facts(log: Log) -> list[Event]:
+    reader = log.reader(["runs"])
+    facts: list[Event] = []
+    try:
+        while not reader.caught_up():
+            deliveries = reader.poll(_EVENTS_MAX, _POLL_SECONDS)
+            facts += [delivery.event for delivery in deliveries if delivery.event is not None]
+    finally:
+        reader.close()
+    return facts
+
+
+def _write(log: Log, event: Event) -> None:
+    log.append(event)
+    log.flush()
+
+
+def _meta(run_id: str) -> Meta:
+    now = now_microseconds()
+    return Meta(id=new_id(now), run_id=run_id, category="run", topic="runs", sender="operator", timestamp=now)

@@ -1,0 +1,171 @@
+"""demand: tasks that wait to be asked for, and which comes next: the oldest, or by curriculum.
+
+The curriculum chooses a family (streams.rules.curriculum) and takes the oldest task of it. What it knows is a fold of the
+log, in any order; each choice follows from that, the seed of the run and the number of groups asked for before.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from fractions import Fraction
+
+from msgspec import Struct
+
+from producers.config import SchedulerSettings
+from producers.scheduling.ledger import Ask, Judged
+from producers.scheduling.newest import Newest
+from producers.tasks import TRAINING
+from schemas.events import Purpose
+from streams.rules.curriculum import Band, PassRates, drawn, family_of
+
+LESSONS_NEWEST = 1024
+"""With a curriculum, a training task of the feeder is let go when it still waits after so many newer ones: families that are
+never chosen would otherwise hold all of their tasks for ever. Tasks that somebody submitted are never let go, and push none
+out: the feeder makes new tasks only when those it made have ended."""
+
+type Place = tuple[Purpose, int | None]
+"Purpose and required version of an evaluation or a demonstration."
+
+
+class DemandState(Struct, frozen=True):
+    newest: list[tuple[int, str]]
+    rates: dict[str, dict[int, tuple[str, int]]]
+
+
+class Demand:
+    """Asks that wait. Pure."""
+
+    def __init__(self, settings: SchedulerSettings, seed: int) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._queues: dict[Place, _Queue] = {}
+        self._families: dict[str, _Queue] = {}
+        "training tasks; one family for all when there is no curriculum"
+        self._newest: Newest[tuple[int, str]] = Newest(LESSONS_NEWEST)
+        self._rates = PassRates(settings.curriculum_half_life_versions)
+        self._band = Band(
+            low=settings.curriculum_low, high=settings.curriculum_high, outside=settings.curriculum_outside
+        )
+
+    def __len__(self) -> int:
+        return sum(map(len, (*self._queues.values(), *self._families.values())))
+
+    @property
+    def has_lessons(self) -> bool:
+        return bool(self._families)
+
+    def submitted(self, ask: Ask) -> None:
+        """Call it once for every task, whether it waits or not."""
+        if _is_drawn(ask) and self._has_curriculum:
+            self._newest.add(ask.order)
+
+    def add(self, ask: Ask) -> None:
+        if ask.purpose == "train":
+            self._families.setdefault(self._family_of(ask), _Queue()).add(ask)
+        else:
+            self._queues.setdefault(_place(ask), _Queue()).add(ask)
+
+    def remove(self, ask: Ask) -> None:
+        """It waits no longer."""
+        if ask.purpose == "train":
+            _remove(self._families, self._family_of(ask), ask)
+        else:
+            _remove(self._queues, _place(ask), ask)
+
+    def is_let_go(self, ask: Ask) -> bool:
+        """Whether a training task that was not asked for has waited too long."""
+        floor = self._newest.floor
+        return floor is not None and _is_drawn(ask) and ask.order < floor
+
+    def waiting_too_long(self) -> list[Ask]:
+        """They still wait until they are removed."""
+        floor = self._newest.floor
+        if floor is None:
+            return []
+        return [ask for queue in self._families.values() for ask in queue.before(floor) if _is_drawn(ask)]
+
+    def next(self, purpose: Purpose, can_be_served: Callable[[Ask], bool]) -> Ask | None:
+        """The oldest ask that can be served now, of the lowest required version first; not for training."""
+        places = sorted((place for place in self._queues if place[0] == purpose), key=lambda place: place[1] or -1)
+        firsts = (self._queues[place].first for place in places)
+        return next((ask for ask in firsts if can_be_served(ask)), None)
+
+    def lesson(self, version: int, groups_asked: int) -> Ask:
+        """The next training task; there must be one. `version` is the newest, `groups_asked` numbers the draw."""
+        worths = {family: self._rates.worth(family, version, self._band) for family in self._families}
+        return self._families[drawn(worths, self._seed, groups_asked)].first
+
+    def observe(self, ask: Ask, judged: Judged) -> None:
+        """What came of a training task. Call it once for each."""
+        if self._has_curriculum and judged.version is not None:
+            self._rates.observe(self._family_of(ask), judged.version, judged.reward_mean, judged.members)
+
+    def published(self, version: int) -> None:
+        self._rates.forget_before(version)
+
+    def state(self) -> DemandState:
+        """What the ledger does not tell."""
+        seen = self._rates.seen
+        return DemandState(
+            newest=list(self._newest),
+            rates={
+                family: {at: (str(rewards), count) for at, (rewards, count) in sorted(by_version.items())}
+                for family, by_version in sorted(seen.items())
+            },
+        )
+
+    def restore(self, state: DemandState) -> None:
+        self._newest = Newest(LESSONS_NEWEST, state.newest)
+        self._rates.restore(
+            {
+                family: {at: (Fraction(rewards), count) for at, (rewards, count) in by_version.items()}
+                for family, by_version in state.rates.items()
+            }
+        )
+
+    @property
+    def _has_curriculum(self) -> bool:
+        return self._settings.curriculum != "off"
+
+    def _family_of(self, ask: Ask) -> str:
+        return family_of(ask.task.tags, tuple(self._settings.curriculum_tags)) if self._has_curriculum else ""
+
+
+class _Queue:
+    """Asks in the order of their submission."""
+
+    def __init__(self) -> None:
+        self._orders: list[tuple[int, str]] = []
+        self._asks: dict[str, Ask] = {}
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    @property
+    def first(self) -> Ask:
+        return self._asks[self._orders[0][1]]
+
+    def add(self, ask: Ask) -> None:
+        insort(self._orders, ask.order)
+        self._asks[ask.task_id] = ask
+
+    def remove(self, ask: Ask) -> None:
+        del self._orders[bisect_left(self._orders, ask.order)]
+        del self._asks[ask.task_id]
+
+    def before(self, order: tuple[int, str]) -> list[Ask]:
+        return [self._asks[task_id] for _, task_id in self._orders[: bisect_left(self._orders, order)]]
+
+
+def _is_drawn(ask: Ask) -> bool:
+    """Whether the feeder drew the task, in advance and perhaps more of them than are played."""
+    return ask.purpose == "train" and ask.session_id == TRAINING
+
+
+def _place(ask: Ask) -> Place:
+    return ask.purpose, ask.required_version
+
+
+def _remove[Key](queues: dict[Key, _Queue], key: Key, ask: Ask) -> None:
+    queues[key].remove(ask)
+    if not queues[key]:
+        del queues[key]

@@ -1,0 +1,228 @@
+"""members: the places of groups under way. Which were asked for, which have ended or failed, and which are to be asked for
+again or given up. What it knows of a member stands in the ledger; times of repairs are its own and begin anew at a restart.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from producers.config import SchedulerSettings
+from producers.scheduling.ledger import Ask, Asked, Group, Ledger, Member
+from producers.scheduling.newest import Newest
+from schemas.events import RETRY_MAX, AttemptEnded, EventRejected, RolloutRequested
+from schemas.ids import derived_id
+
+SECONDS_SAMPLED = 256
+"""In how many seconds with a success, the newest ones, an outage is looked for. It is looked for between the last two
+failures of a member, which lie minutes back at most."""
+
+
+def request_id(task_id: str, index: int, retry: int) -> str:
+    return derived_id("RolloutRequested", task_id, index, retry)
+
+
+def trajectory_id(task_id: str, index: int) -> str:
+    return derived_id("trajectory", task_id, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A member to be asked for, by this retry; or to be given up, and why."""
+
+    ask: Ask
+    index: int
+    retry: int
+    given_up_because: str | None = None
+
+
+class Members:
+    """Pure: time is an argument."""
+
+    def __init__(self, ledger: Ledger, settings: SchedulerSettings) -> None:
+        self._ledger = ledger
+        self._settings = settings
+        self.seconds_sampled: Newest[int] = Newest(SECONDS_SAMPLED)
+        "in which a rollout that a server sampled came to an end that counts"
+        self._open: dict[str, int] = {}
+        "members not ended, of each group that is taken up"
+        self._open_by_purpose: Counter[str] = Counter()
+        self._unsettled: set[str] = set()
+        "groups that want a look: a member is missing or has failed"
+        self._repairs: list[tuple[int, str, int]] = []
+        self._repairs_due: set[tuple[str, int]] = set()
+        self._overdue: list[tuple[int, str, int, int]] = []
+        self._closed: set[tuple[str, int]] = set()
+        "members closed by us, whose end has not come back from the log yet"
+        self._refused: dict[str, dict[str, int]] = {}
+        "requests that no worker could read, by trajectory, until it is known whose they are"
+
+    # what happened
+
+    def note_request(self, group_id: str, group: Group, event: RolloutRequested) -> None:
+        member = group.member(event.index)
+        asked = Asked(event.meta.timestamp, event.deadline)
+        known = member.requests.get(event.retry)
+        if known is None or (known.deadline, known.at) < (asked.deadline, asked.at):
+            member.requests[event.retry] = asked
+            heapq.heappush(self._overdue, (self._due(asked), group_id, event.index, event.retry))
+        self._unsettled.add(group_id)
+
+    def note_end(self, group_id: str, group: Group, event: AttemptEnded) -> None:
+        member = group.member(event.index)
+        if event.ended_by == "infra_error":
+            request, at = event.meta.correlation_id or "", event.meta.timestamp
+            member.failed[request] = min(at, member.failed.get(request, at))
+            self._unsettled.add(group_id)
+        else:
+            member.is_ended = True
+
+    def note_sampled(self, event: AttemptEnded) -> None:
+        if event.policy_version_oldest is not None and event.ended_by != "infra_error":
+            self.seconds_sampled.add(event.meta.timestamp // 1_000_000)
+
+    def note_refused(self, trajectory: str, event: EventRejected) -> None:
+        """A request for this trajectory is in the dead letters."""
+        refused = self._refused.setdefault(trajectory, {})
+        refused[event.meta.id] = min(event.meta.timestamp, refused.get(event.meta.id, event.meta.timestamp))
+
+    def restore(self, group_id: str, group: Group) -> None:
+        """Looks at a group of a snapshot as if its facts had just been read."""
+        self._unsettled.add(group_id)
+        for index, member in group.members.items():
+            for retry, asked in member.requests.items():
+                heapq.heappush(self._overdue, (self._due(asked), group_id, index, retry))
+
+    # how many are under way
+
+    def count(self, group_id: str, purpose: str, members: int) -> None:
+        """So many members of the group are asked for and have not ended."""
+        self._open_by_purpose[purpose] += members - self._open.pop(group_id, 0)
+        if members:
+            self._open[group_id] = members
+
+    def running(self, purpose: str) -> int:
+        return self._open_by_purpose[purpose]
+
+    @property
+    def running_of_all(self) -> int:
+        return self._open_by_purpose.total()
+
+    # what follows
+
+    def next(self, now: int, can_be_served: Callable[[Ask], bool]) -> Iterator[Wanted]:
+        """Members that a crash left out, and those that failed and have waited long enough."""
+        self._find_overdue(now)
+        unsettled, self._unsettled = self._unsettled, set()
+        for group_id in sorted(unsettled):
+            group = self._ledger.find(group_id)
+            if group is not None and group.ask is not None and group.is_asked:
+                yield from self._settle(group_id, group.ask, group, now)
+        yield from self._repair(now, can_be_served)
+
+    def close(self, group_id: str, index: int) -> bool:
+        """True when a member has neither ended nor been closed: whoever calls closes it."""
+        group = self._ledger.find(group_id)
+        if group is None or group.member(index).is_ended or (group_id, index) in self._closed:
+            return False
+        self._closed.add((group_id, index))
+        return True
+
+    def forget(self, group_id: str, group: Group) -> None:
+        assert group.ask is not None
+        self.count(group_id, group.ask.purpose, 0)
+        self._unsettled.discard(group_id)
+        self._closed.difference_update([(group_id, index) for index in group.members])
+        self._repairs_due.difference_update([(group_id, index) for index in group.members])
+
+    def assign_refused(self) -> None:
+        """Finds the members that refused requests were for, by the ids of all trajectories under way: a request that cannot be
+        read says no more. Call it when everything has been read. There is next to never something to do."""
+        if not self._refused:
+            return
+        for group_id, group in self._ledger:
+            if group.ask is not None and group.is_asked:
+                for index in range(group.ask.task.group_size):
+                    refused = self._refused.get(trajectory_id(group.ask.task_id, index))
+                    if refused:
+                        group.member(index).refused.update(refused)
+                        self._unsettled.add(group_id)
+        self._refused = {}
+
+    def _find_overdue(self, now: int) -> None:
+        """A request whose end was never seen has failed: its worker died and nobody took it over."""
+        while self._overdue and self._overdue[0][0] <= now:
+            _, group_id, index, retry = heapq.heappop(self._overdue)
+            group = self._ledger.find(group_id)
+            if group is not None and group.member(index).retry == retry and not group.member(index).is_ended:
+                self._unsettled.add(group_id)
+
+    def _settle(self, group_id: str, ask: Ask, group: Group, now: int) -> Iterator[Wanted]:
+        for index in range(ask.task.group_size):
+            member, place = group.member(index), (group_id, index)
+            if member.retry < 0 and not member.is_ended and place not in self._closed:
+                yield Wanted(ask, index, 0)
+            elif self._has_failed(ask, index, member, now) and place not in self._repairs_due:
+                self._repairs_due.add(place)
+                wait_seconds = self._settings.retry_seconds * 2 ** min(member.retry, self._settings.retries_max)
+                heapq.heappush(self._repairs, (now + int(wait_seconds * 1e6), group_id, index))
+
+    def _repair(self, now: int, can_be_served: Callable[[Ask], bool]) -> Iterator[Wanted]:
+        while self._repairs and self._repairs[0][0] <= now:
+            _, group_id, index = heapq.heappop(self._repairs)
+            group = self._ledger.find(group_id)
+            if group is None or group.ask is None:
+                continue
+            member = group.member(index)
+            if not self._has_failed(group.ask, index, member, now):
+                self._repairs_due.discard((group_id, index))
+            elif not can_be_served(group.ask):
+                heapq.heappush(self._repairs, (now + 1_000_000, group_id, index))
+            else:
+                self._repairs_due.discard((group_id, index))
+                yield self._repaired(group.ask, index, member, now)
+
+    def _repaired(self, ask: Ask, index: int, member: Member, now: int) -> Wanted:
+        if not self._is_hopeless(ask, index, member, now):
+            return Wanted(ask, index, member.retry + 1)
+        reason = f"given up after {member.retry + 1} requests that all failed"
+        return Wanted(ask, index, member.retry, reason)
+
+    def _has_failed(self, ask: Ask, index: int, member: Member, now: int) -> bool:
+        if member.is_ended or member.retry < 0 or (ask.group_id, index) in self._closed:
+            return False
+        return self._failed_at(ask, index, member, member.retry, now) is not None
+
+    def _failed_at(self, ask: Ask, index: int, member: Member, retry: int, now: int) -> int | None:
+        """When a request failed: by infra_error, in the dead letters, or because nobody ended it in time."""
+        failed_at = member.failed.get(request_id(ask.task_id, index, retry))
+        if failed_at is not None:
+            return failed_at
+        refused = [at for at in member.refused.values() if _newest_before(member, at) == retry]
+        if refused:
+            return min(refused)
+        due = self._due(member.requests[retry])
+        if retry + 1 in member.requests:
+            return min(due, member.requests[retry + 1].at)
+        return due if due <= now else None
+
+    def _is_hopeless(self, ask: Ask, index: int, member: Member, now: int) -> bool:
+        """Enough requests failed, and others succeeded between its last two failures: the fault is its own. While nobody
+        succeeds the servers are away; giving members up would count that against the agent, as cancelled is no success."""
+        if member.retry >= RETRY_MAX:
+            return True  # a request of a higher number could not be read by anybody
+        if member.retry < self._settings.retries_max:
+            return False
+        times = (self._failed_at(ask, index, member, retry, now) for retry in member.requests)
+        seconds = sorted(at // 1_000_000 for at in times if at is not None)
+        first, before, last = seconds[0], seconds[-2:][0], seconds[-1]
+        is_outage = not any(before < second < last for second in self.seconds_sampled)
+        return not is_outage or last - first > self._settings.outage_seconds_max or ask.purpose == "demonstrate"
+
+    def _due(self, asked: Asked) -> int:
+        return asked.deadline + int(self._settings.overdue_seconds * 1e6)
+
+
+def _newest_before(member: Member, at: int) -> int:
+    """The newest request that had been made by then."""
+    return max((retry for retry, asked in member.requests.items() if asked.at <= at), default=0)

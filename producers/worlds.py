@@ -1,0 +1,92 @@
+"""Worlds of requests: a task's world stands once on the log, in its TaskSubmitted, and requests refer to it.
+
+A worker reads the worlds of all requests of one poll together, in the thread that polls, and keeps the ones used last: members
+of a group have the same.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from schemas.errors import Undecodable
+from schemas.events import Address, Event, RolloutRequested, TaskSubmitted
+from streams.log.protocol import Delivery, Log
+
+WORLDS_BYTES_KEPT = 32 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request to be played, with its world."""
+
+    delivery: Delivery
+    request: RolloutRequested | None
+    "None when the delivery holds no request"
+    world_missing: str | None = None
+    "why the world cannot be had"
+
+
+class Worlds:
+    """Belongs to one thread."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._kept: OrderedDict[str, str] = OrderedDict()
+        "by sha256, the one used last at the end"
+        self._bytes = 0
+
+    def fill(self, deliveries: Iterable[Delivery]) -> list[Work]:
+        """The same requests with their worlds. Raises LogUnavailable."""
+        found = [(delivery, delivery.event) for delivery in deliveries]
+        requests = [event for _, event in found if isinstance(event, RolloutRequested)]
+        worlds = self._read({request.task.world_hash: request.world_at for request in requests if _refers(request)})
+        return [
+            self._filled(delivery, event, worlds) if isinstance(event, RolloutRequested) else Work(delivery, None)
+            for delivery, event in found
+        ]
+
+    def _filled(self, delivery: Delivery, request: RolloutRequested, worlds: dict[str, str]) -> Work:
+        if not _refers(request):
+            return Work(delivery, request)
+        world = worlds.get(request.task.world_hash)
+        if world is None:
+            reason = f"no task with world {request.task.world_hash[:12]} stands at {request.world_at}"
+            return Work(delivery, request, reason)
+        return Work(delivery, msgspec.structs.replace(request, task=msgspec.structs.replace(request.task, world=world)))
+
+    def _read(self, wanted: dict[str, Address | None]) -> dict[str, str]:
+        """Worlds by hash; those that cannot be had are left out."""
+        worlds: dict[str, str] = {}
+        for sha256 in wanted.keys() & self._kept.keys():
+            self._kept.move_to_end(sha256)
+            worlds[sha256] = self._kept[sha256]
+        places = {sha256: place for sha256, place in wanted.items() if sha256 not in worlds and place is not None}
+        for sha256, event in zip(places, self._events_at(list(places.values())), strict=True):
+            if isinstance(event, TaskSubmitted) and hashlib.sha256(event.task.world.encode()).hexdigest() == sha256:
+                worlds[sha256] = event.task.world
+                self._keep(sha256, event.task.world)
+        return worlds
+
+    def _events_at(self, addresses: list[Address]) -> list[Event | None]:
+        if not addresses:
+            return []
+        try:
+            return list(self._log.read_at(addresses))
+        except (LookupError, Undecodable):
+            if len(addresses) == 1:
+                return [None]
+            return [event for address in addresses for event in self._events_at([address])]
+
+    def _keep(self, sha256: str, world: str) -> None:
+        self._kept[sha256] = world
+        self._bytes += len(world)
+        while self._bytes > WORLDS_BYTES_KEPT and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= len(oldest)
+
+
+def _refers(request: RolloutRequested) -> bool:
+    return not request.task.world and bool(request.task.world_hash)

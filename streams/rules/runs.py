@@ -1,0 +1,127 @@
+"""The state of a run, folded from its facts on topic `runs`. Pure.
+
+A run has one RunStarted and then any number of starts: the first is number 0, each RunResumed adds one. A RunEnded names
+the start that it ends, so the end of an older start, which a newer one has taken over, does not end the run.
+
+Two people may resume a run at the same moment and choose the same number. The first on the log has it; the second one does
+not count, and its writer, who reads the log back, chooses the next number (`start_id` says whose start it is).
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import Struct
+
+from schemas.events import EndReason, Event, Position, RunEnded, RunFile, RunKind, RunResumed, RunStarted
+
+
+class RunState(Struct, frozen=True, kw_only=True):
+    """What the log says of one run. Times are microseconds since the epoch."""
+
+    run_id: str
+    kind: RunKind
+    job: str
+    "module of the job"
+    seed: int
+    config: str
+    "JSON, as in RunStarted"
+    files: tuple[RunFile, ...]
+    positions: tuple[Position, ...]
+    started_at: int
+    started_by: str
+    "of the newest start, like everything below"
+    code_version: str
+    packages: dict[str, str]
+    starts: int = 0
+    "number of the newest start: 0 for the first, 1 once it was resumed …"
+    start_id: str
+    "id of the event that began it"
+    resumed_at: int
+    "when it began; started_at for a run that was never resumed"
+    ended_at: int | None = None
+    reason: EndReason | None = None
+    "why it ended; None while it has not, as far as the log says"
+    detail: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        """True when it has not ended on the log. Its programs may be gone all the same: only heartbeats can tell."""
+        return self.reason is None
+
+    @property
+    def is_finished(self) -> bool:
+        """True when the job is done, so that there is nothing to resume."""
+        return self.reason == "finished"
+
+    @property
+    def steps_target(self) -> int:
+        """Optimizer steps of the job; 0 = until stopped."""
+        steps = _job_of(self.config).get("steps")
+        return steps if isinstance(steps, int) else 0
+
+
+def apply(state: RunState | None, event: Event) -> RunState | None:
+    """The state after an event of the same run. Repeats and events of older starts change nothing."""
+    match event:
+        case RunStarted() if state is None:
+            return _started(event)
+        case RunResumed() if state is not None and event.start > state.starts:
+            return _resumed(state, event)
+        case RunEnded() if state is not None and event.start == state.starts and state.reason is None:
+            return msgspec.structs.replace(
+                state, ended_at=event.meta.timestamp, reason=event.reason, detail=event.detail
+            )
+    return state
+
+
+def fold(events: Iterable[Event]) -> dict[str, RunState]:
+    """All runs by id, in the order in which they started."""
+    states: dict[str, RunState] = {}
+    for event in events:
+        state = apply(states.get(event.meta.run_id), event)
+        if state is not None:
+            states[event.meta.run_id] = state
+    return states
+
+
+def _started(event: RunStarted) -> RunState:
+    module = _job_of(event.config).get("module")
+    return RunState(
+        run_id=event.meta.run_id,
+        kind=event.kind,
+        job=module if isinstance(module, str) else "",
+        seed=event.seed,
+        config=event.config,
+        files=tuple(event.files),
+        positions=tuple(event.positions),
+        started_at=event.meta.timestamp,
+        started_by=event.started_by,
+        code_version=event.code_version,
+        packages=event.packages,
+        start_id=event.meta.id,
+        resumed_at=event.meta.timestamp,
+    )
+
+
+def _resumed(state: RunState, event: RunResumed) -> RunState:
+    return msgspec.structs.replace(
+        state,
+        started_by=event.started_by,
+        code_version=event.code_version,
+        packages=event.packages,
+        starts=event.start,
+        start_id=event.meta.id,
+        resumed_at=event.meta.timestamp,
+        ended_at=None,
+        reason=None,
+        detail="",
+    )
+
+
+def _job_of(config: str) -> dict[str, object]:
+    """Section [job] of a config; empty when it is not what this release writes."""
+    try:
+        job = msgspec.json.decode(config.encode(), type=dict[str, object]).get("job")
+    except msgspec.MsgspecError:
+        return {}
+    return job if isinstance(job, dict) else {}

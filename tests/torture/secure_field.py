@@ -1,0 +1,92 @@
+"""A field on a secured cluster of three brokers (deploy.local.cluster), with a tenant for each prefix.
+
+Every program of a tenant comes with credentials of its own and has the rights that the table gives it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from deploy.local.cluster import ADMIN, RunningCluster, running_cluster
+from schemas.acls import acls
+from schemas.errors import LogUnavailable
+from schemas.programs import ACCESS, OPERATOR
+from schemas.run import JobSettings, Run
+from streams.log.apply_acls import apply_acls
+from streams.log.connect import open_log
+
+_PATIENCE_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class SecureField:
+    running: RunningCluster
+    blobs_url: str
+
+    def run_of(self, tenant: str, program: str = OPERATOR, user: str = "{program}", run_id: str = "run") -> Run:
+        """A program of a tenant. `user` names another program to come with that one's credentials."""
+        return Run(
+            run_id=run_id,
+            seed=0,
+            job=JobSettings(),
+            log=self.running.cluster.log_settings(tenant + user, tenant),
+            blobs_url=self.blobs_url,
+            program=program,
+        )
+
+    @property
+    def admin(self) -> Run:
+        return msgspec.structs.replace(self.run_of(""), log=self.running.cluster.log_settings(ADMIN))
+
+
+@contextmanager
+def secure_field(folder: Path, tenants: Sequence[str]) -> Iterator[SecureField]:
+    """Ready to be used: topics, ACLs and schemas are there."""
+    users = [f"{tenant}{access.program}" for tenant in tenants for access in ACCESS]
+    with running_cluster(folder / "cluster", users) as running:
+        field = SecureField(running, (folder / "blobs").as_uri())
+        _await(lambda: _has_acls(field, tenants), "the cluster takes ACLs")
+        for tenant in tenants:
+            _await(lambda tenant=tenant: _has_topics(field, tenant), f"topics of {tenant}")  # type: ignore[misc]
+        _await(running.registry_answers, "the registry answers")
+        for tenant in tenants:
+            _await(lambda tenant=tenant: _has_schemas(field, tenant), f"schemas of {tenant}")  # type: ignore[misc]
+        yield field
+
+
+def _has_acls(field: SecureField, tenants: Sequence[str]) -> bool:
+    try:
+        for tenant in tenants:
+            apply_acls(field.admin.log, acls(tenant, f"User:{tenant}{{program}}"))
+    except LogUnavailable:
+        return False
+    return True
+
+
+def _has_topics(field: SecureField, tenant: str) -> bool:
+    with closing(open_log(field.run_of(tenant))) as log:
+        try:
+            log.make_topics()
+        except LogUnavailable:
+            return False
+    return True
+
+
+def _has_schemas(field: SecureField, tenant: str) -> bool:
+    with closing(open_log(field.run_of(tenant))) as log:
+        try:
+            log.codec.register_all()
+        except LogUnavailable:
+            return False
+    return True
+
+
+def _await(holds: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < until, f"not within {_PATIENCE_SECONDS:g} s: {what}"
+        time.sleep(0.2)
