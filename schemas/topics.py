@@ -39,13 +39,14 @@ class Topic:
 
 COMPACTED_SOON = {
     "segment.bytes": str(1024 * 1024),  # the least that Kafka 4 allows
-    "segment.ms": "30000",
-    "min.cleanable.dirty.ratio": "0.1",
-    "max.compaction.lag.ms": "60000",
-    "delete.retention.ms": "60000",
+    "segment.ms": "10000",
+    "min.cleanable.dirty.ratio": "0.05",
+    "max.compaction.lag.ms": "20000",
+    # longer than a restore takes: a tombstone that is removed while it is on its way would leave the older state behind
+    "delete.retention.ms": "30000",
 }
 """Settings of a topic that holds states. Only closed segments are compacted, and what is not compacted, tombstones among it,
-is read at every restart: with these settings about two minutes of changes, with the broker's defaults (a segment of 1 GiB
+is read at every restart: with these settings less than a minute of changes, with the broker's defaults (a segment of 1 GiB
 or a week, tombstones for a day) the whole history of every key."""
 
 

@@ -64,6 +64,8 @@ _ONE_NODE = {
     "group.initial.rebalance.delay.ms": "0",
     # replay reads a run whole: nothing is deleted by age unless its topic says so
     "log.retention.ms": "-1",
+    # the pause of the cleaner when nothing is to be compacted; the default, 15 s, is read again at every restart of streams
+    "log.cleaner.backoff.ms": "2000",
 }
 
 # seconds to the first acknowledged message after kill -9: about 9 instead of 15. Not shorter: a broker that a busy machine

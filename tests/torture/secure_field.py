@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from confluent_kafka import KafkaException
 
-from deploy.local.cluster import ADMIN, RunningCluster, running_cluster
+from deploy.local.cluster import ADMIN, NODES, RunningCluster, running_cluster
 from schemas.acls import acls
 from schemas.errors import LogUnavailable
 from schemas.programs import ACCESS, OPERATOR
 from schemas.run import JobSettings, Run
 from streams.log.apply_acls import apply_acls
 from streams.log.connect import open_log
+from streams.log.connection import Connection, Questions
 
 _PATIENCE_SECONDS = 180.0
 
@@ -41,6 +43,16 @@ class SecureField:
     @property
     def admin(self) -> Run:
         return msgspec.structs.replace(self.run_of(""), log=self.running.cluster.log_settings(ADMIN))
+
+    def is_in_sync(self) -> bool:
+        """Whether every partition has all its replicas in sync, so that the loss of one broker can be borne."""
+        try:
+            with Questions(Connection(self.admin.log, OPERATOR)).client() as admin:
+                topics = admin.list_topics(timeout=10.0).topics.values()
+        except (LogUnavailable, KafkaException):  # while a broker starts, none may answer
+            return False
+        partitions = [partition for topic in topics for partition in topic.partitions.values()]
+        return bool(partitions) and all(len(p.isrs) == len(p.replicas) == len(NODES) for p in partitions)
 
 
 @contextmanager
