@@ -36,11 +36,11 @@ from consumers.lag_watch import expiries_of
 from deploy.config import HarnessSettings
 from deploy.local.supervisor import TAKEN_OVER
 from deploy.programs import Program
-from deploy.resolve import Resolved, connectable
+from deploy.resolve import ResolvedConfig, connectable
 from schemas.errors import BadInput, LogUnavailable, TakenOver
 from schemas.events import Meta, WorkerSeen
 from schemas.ids import new_id, now_microseconds
-from schemas.metrics import FIGURES, Pulse
+from schemas.metrics import FIGURES, ProgramMetrics
 from schemas.run import Run
 from schemas.secrets import read_secret
 from streams.log.connect import open_log
@@ -51,7 +51,7 @@ logger = structlog.get_logger()
 _HEARTBEAT_FLUSH_SECONDS = 5.0
 
 
-def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) -> int:
+def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: Path) -> int:
     """Runs a program until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input, 3 its run was resumed
     elsewhere, so that it must not be started again.
 
@@ -70,12 +70,12 @@ def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) 
             harness.health_page(resolved.health_ports[program.name], is_first=worker == program.name),
             harness.heartbeat() if resolved.has_log else nullcontext(),
         ):
-            run_function(harness.run, settings_of(program, resolved), harness.pulse, harness.stop)
+            run_function(harness.run, settings_of(program, resolved), harness.program_metrics, harness.stop)
             harness.wait_for_stop()
         logger.info("drained")
     except BadInput as error:
         print(error, file=sys.stderr, flush=True)
-        _tell(reason_file, str(error))
+        _write_reason(reason_file, str(error))
         return 2
     except TakenOver as error:
         logger.info("taken over", reason=str(error))
@@ -86,7 +86,7 @@ def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) 
     return 0
 
 
-def settings_of(program: Program, resolved: Resolved) -> Any:
+def settings_of(program: Program, resolved: ResolvedConfig) -> Any:
     """The section of the config that belongs to a program, with the secrets that it refers to, which no file has.
     Raises BadInput."""
     settings = getattr(resolved.config, program.name)
@@ -104,7 +104,7 @@ def _with_password(dsn: str) -> str:
     return dsn.replace(f":{reference}@", f":{quote(password, safe='')}@", 1)
 
 
-def _tell(reason_file: Path, reason: str) -> None:
+def _write_reason(reason_file: Path, reason: str) -> None:
     try:
         reason_file.write_text(f"{reason}\n")
     except OSError as error:  # on a folder that is only mounted for reading the log has to do
@@ -188,7 +188,7 @@ class Harness:
         self._ends_when_stalled = ends_when_stalled
         self.role = role
         self.run = run
-        self.pulse = Pulse()
+        self.program_metrics = ProgramMetrics()
         self.stop = threading.Event()
         self.stalled = False
         self._settings = settings
@@ -198,23 +198,23 @@ class Harness:
         self._usage = Usage()
 
     def stop_on_signals(self) -> None:
-        def told(signal_number: int, frame: object) -> None:
+        def on_signal(signal_number: int, frame: object) -> None:
             self.stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, told)
+            signal.signal(number, on_signal)
 
     def wait_for_stop(self) -> None:
         """A program that has done all its work stays, idle, until the stack ends: whoever is missing has failed."""
         if not self.stop.is_set():
             logger.info("finished")
-            self.pulse.detail = "finished"
+            self.program_metrics.detail = "finished"
             self.stop.wait()
 
     def figures(self) -> dict[str, float]:
         left = self._retention.seconds_left
         retention = {} if left is None else {"retention_seconds_left": left}
-        return self.pulse.figures() | self._usage.figures() | retention
+        return self.program_metrics.figures() | self._usage.figures() | retention
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
@@ -269,7 +269,10 @@ class Harness:
         stalled = self._watch.is_stalled(figures, time.monotonic())
         if stalled and not self.stalled:
             logger.error(
-                "stalled", lag=figures.get("lag"), events_read=figures.get("events_read"), doing=self.pulse.detail
+                "stalled",
+                lag=figures.get("lag"),
+                events_read=figures.get("events_read"),
+                doing=self.program_metrics.detail,
             )
             if self._ends_when_stalled:
                 # at once: what hangs may not hear a polite word, and whatever it has not committed is read again
@@ -292,7 +295,7 @@ class Harness:
             topic="control",
             sender=self.run.worker,
             timestamp=now_microseconds(),
-            headers={"detail": self.pulse.detail} if self.pulse.detail else {},
+            headers={"detail": self.program_metrics.detail} if self.program_metrics.detail else {},
         )
         return WorkerSeen(meta=meta, worker=self.run.worker, role=self.role, load=figures)
 
@@ -373,7 +376,7 @@ class _HealthHandler(BaseHTTPRequestHandler):
     def _health(self) -> tuple[int, bytes]:
         if self.server.harness.stalled:
             return 503, b"stalled: work is waiting and none is taken\n"
-        return 200, (self.server.harness.pulse.detail or "ok").encode() + b"\n"
+        return 200, (self.server.harness.program_metrics.detail or "ok").encode() + b"\n"
 
     def _metrics(self) -> tuple[int, bytes]:
         return 200, generate_latest(self.server.registry)

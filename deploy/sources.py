@@ -40,7 +40,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredConfig:
     """The config of a run with paths of this machine, and where its files came from, one sentence for each setting."""
 
     raw: dict[str, Any]
@@ -69,7 +69,7 @@ def store_files(blobs: Blobs, raw: dict[str, Any]) -> list[RunFile]:
     return stored
 
 
-def restore_files(blobs: Blobs, raw: dict[str, Any], files: Sequence[RunFile], folder: Path) -> Restored:
+def restore_files(blobs: Blobs, raw: dict[str, Any], files: Sequence[RunFile], folder: Path) -> RestoredConfig:
     """Points the config at the files of the run, wherever they are. Raises BadInput when one is lost."""
     raw = copy.deepcopy(raw)
     told: list[str] = []
@@ -86,7 +86,7 @@ def restore_files(blobs: Blobs, raw: dict[str, Any], files: Sequence[RunFile], f
             _extract(blobs, file, folder)
         set_setting(raw, setting, str(_restored_at(value, wanted, folder)))
         told.append(f"{setting}: from the log, since {value} is not here or has changed; now in {folder}")
-    return Restored(raw, told)
+    return RestoredConfig(raw, told)
 
 
 def code_version() -> str:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from consumers.clickhouse import queries
-from consumers.clickhouse.answers import Answers, Question
+from consumers.clickhouse.query_cache import CachedQuery, QueryCache
 from consumers.reports.evaluations import Evaluation, complete_ones, evaluations_of
 from consumers.reports.runs import State, job_of, state_of
 from schemas.events import EVENTS
@@ -22,15 +22,15 @@ _HEARTBEAT_MICROSECONDS = 60_000_000
 _CURVE_POINTS_MAX = 500
 
 _KINDS = tuple(kind.__name__ for kind in EVENTS)
-_STEPS = Question(queries.STEPS, ("StepTaken",))
-_STEP_CURVE = Question(queries.STEP_CURVE, ("StepTaken",))
-_RELEASED = Question(queries.RELEASED, ("ControlIssued",))
-_SERVED = Question(queries.SERVED, ("WeightsLoaded",))
-_NEWEST_VERSION = Question(queries.NEWEST_VERSION, ("WeightsPublished",))
-_COUNTS = Question(queries.COUNTS_BY_TYPE, _KINDS, seconds=3.0)
-_SESSIONS = Question(queries.SESSIONS, ("TaskSubmitted", "TrajectoryAssembled", "RewardAssigned"), seconds=3.0)
-_TOKENS = Question(queries.TOKENS_SINCE, ("TurnGenerated", "WorkerSeen"), seconds=3.0)
-_WORKERS = Question(queries.WORKERS, ("WorkerSeen",), seconds=3.0)
+_STEPS = CachedQuery(queries.STEPS, ("StepTaken",))
+_STEP_CURVE = CachedQuery(queries.STEP_CURVE, ("StepTaken",))
+_RELEASED = CachedQuery(queries.RELEASED, ("ControlIssued",))
+_SERVED = CachedQuery(queries.SERVED, ("WeightsLoaded",))
+_NEWEST_VERSION = CachedQuery(queries.NEWEST_VERSION, ("WeightsPublished",))
+_COUNTS = CachedQuery(queries.COUNTS_BY_TYPE, _KINDS, seconds=3.0)
+_SESSIONS = CachedQuery(queries.SESSIONS, ("TaskSubmitted", "TrajectoryAssembled", "RewardAssigned"), seconds=3.0)
+_TOKENS = CachedQuery(queries.TOKENS_SINCE, ("TurnGenerated", "WorkerSeen"), seconds=3.0)
+_WORKERS = CachedQuery(queries.WORKERS, ("WorkerSeen",), seconds=3.0)
 
 Phase = State | Literal["starting", "demonstrations", "cold start", "evaluating", "training"]
 
@@ -54,7 +54,7 @@ class Program(Struct, frozen=True, kw_only=True):
     load: dict[str, float]
 
 
-class Served(Struct, frozen=True, kw_only=True):
+class ServerStatus(Struct, frozen=True, kw_only=True):
     """What a server last said."""
 
     server: str
@@ -87,7 +87,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     rollouts_running: int
     version_published: int | None
     version_by_server: dict[str, int | None]
-    servers: list[Served]
+    servers: list[ServerStatus]
     rejects: int
     "messages that a stage of this run refused"
     rejects_field: int
@@ -110,7 +110,7 @@ class _Sessions(Struct, frozen=True):
     demonstrated: int
 
 
-def overview(answers: Answers, run: RunState, lag: dict[str, int], now: int) -> Overview:
+def overview(answers: QueryCache, run: RunState, lag: dict[str, int], now: int) -> Overview:
     """Asks the store. `now` is in microseconds; `lag` is told by whoever can ask the log. Raises BadInput when the config of
     the run cannot be read."""
     asked = {"run": run.run_id}
@@ -118,7 +118,7 @@ def overview(answers: Answers, run: RunState, lag: dict[str, int], now: int) -> 
     steps = answers.ask(_STEP_CURVE, asked).dicts()
     sessions = _sessions(answers, run.run_id, now)
     programs = _programs(answers, run.run_id, now)
-    servers = [Served(**row) for row in answers.ask(_SERVED, asked).dicts()]
+    servers = [ServerStatus(**row) for row in answers.ask(_SERVED, asked).dicts()]
     counts = answers.ask(_COUNTS, asked).dicts()
     events = {row["type"]: row["events"] for row in counts}
     newest_heartbeat = next((row["newest"] for row in counts if row["type"] == "WorkerSeen"), 0)
@@ -160,7 +160,7 @@ def overview(answers: Answers, run: RunState, lag: dict[str, int], now: int) -> 
     )
 
 
-def grpo_steps(answers: Answers, run_id: str) -> list[Step]:
+def grpo_steps(answers: QueryCache, run_id: str) -> list[Step]:
     """The optimizer steps of GRPO, in order, with everything that was measured."""
     rows = answers.ask(_STEPS, {"run": run_id}).dicts()
     return [_step(number, row) for number, row in enumerate(rows, start=1)]
@@ -177,7 +177,7 @@ def _step(number: int, row: dict[str, Any]) -> Step:
     )
 
 
-def _sessions(answers: Answers, run_id: str, now: int) -> _Sessions:
+def _sessions(answers: QueryCache, run_id: str, now: int) -> _Sessions:
     asked = {"run": run_id}
     released = {version for (version,) in answers.ask(_RELEASED, asked).rows}
     rows = answers.ask(_SESSIONS, asked).dicts()
@@ -185,7 +185,7 @@ def _sessions(answers: Answers, run_id: str, now: int) -> _Sessions:
     return _Sessions(evaluations_of(rows, released, now), demonstrated)
 
 
-def _programs(answers: Answers, run_id: str, now: int) -> list[Program]:
+def _programs(answers: QueryCache, run_id: str, now: int) -> list[Program]:
     rows = answers.ask(_WORKERS, {"run": run_id, "since": now - _HEARTBEAT_MICROSECONDS}).dicts()
     heartbeats = [(row["seen"], msgspec.json.decode(row["body"])) for row in rows]
     return [
@@ -194,7 +194,7 @@ def _programs(answers: Answers, run_id: str, now: int) -> list[Program]:
     ]
 
 
-def _rejects_of_field(answers: Answers) -> int:
+def _rejects_of_field(answers: QueryCache) -> int:
     counts = answers.ask(_COUNTS, {"run": FIELD}).dicts()
     return next((row["events"] for row in counts if row["type"] == "EventRejected"), 0)
 
@@ -260,6 +260,6 @@ def _thinned(points: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{"x": s[-1]["x"], "y": sum(point["y"] for point in s) / len(s)} for s in stretches]
 
 
-def _single(answers: Answers, question: Question, asked: dict[str, Any]) -> Any:
+def _single(answers: QueryCache, question: CachedQuery, asked: dict[str, Any]) -> Any:
     rows = answers.ask(question, asked).rows
     return rows[0][0] if rows else None

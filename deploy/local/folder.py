@@ -216,7 +216,7 @@ def require_disk(path: Path, free_bytes_min: int) -> None:
 
 
 @contextmanager
-def locked(path: Path, otherwise: str) -> Iterator[int]:
+def hold_lock(path: Path, otherwise: str) -> Iterator[int]:
     """Holds the lock of a folder; yields its descriptor, so that a background stack can inherit it.
 
     The lock lasts as long as any process has the descriptor open. Raises BadInput with the sentence `otherwise` when
