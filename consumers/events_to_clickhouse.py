@@ -249,4 +249,4 @@ def _commit(reader: Reader) -> None:
     try:
         reader.commit()
     except LogUnavailable as error:
-        _log.warning("commit_failed", error=str(error))
+        _log.warning("commit_failed", reason=str(error))

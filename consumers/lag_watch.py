@@ -77,7 +77,7 @@ class LagWatch:
             try:
                 self._look()
             except LogUnavailable as error:
-                _log.warning("lag_unknown", error=str(error))
+                _log.warning("lag_unknown", reason=str(error))
 
     def _look(self) -> None:
         of_field = lags_of(self._log, FIELD, of_field=True)

@@ -146,7 +146,7 @@ def _forward(output: IO[bytes]) -> None:
         for line in output:
             text = line.decode("utf-8", "replace").rstrip()
             if text:
-                _log.info("vllm", line=text)
+                _log.info("vllm_output", line=text)
 
 
 def _await_health(child: subprocess.Popen[bytes], settings: VllmSettings, stop: threading.Event) -> None:

@@ -276,7 +276,7 @@ class TargetReader:
                         return
         finally:
             reader.close()
-        _log.warning("held_version_is_gone", version=version)
+        _log.warning("held_version_missing", version=version)
         holds = tuple(hold for hold in self.targets.holds if hold.version != version)
         self.targets = Targets(self.targets.published, holds, self.targets.tried)
 
@@ -356,7 +356,7 @@ class ServerSync:
                 targets = self._latest_targets.get()
                 self._latest_targets.wait(targets.wanted(), self._sync_once(targets))
         except Exception:
-            self._log.exception("reloader_thread_failed")
+            self._log.exception("sync_thread_failed")
             raise
         finally:
             self._admin.close()
@@ -371,11 +371,11 @@ class ServerSync:
                 self._load_versions(targets.skipped(self._server, self._settings.skipped_versions_max), wanted)
         except ServerUnreachable as error:
             # a server that starts or restarts is no refusal: there is nobody yet who could refuse
-            self._log.info("server_unreachable", error=str(error))
+            self._log.info("server_unreachable", reason=str(error))
             return self._settings.poll_seconds
         except (ServerRefused, BlobDamaged, LogUnavailable, OSError) as error:
             self._failures += 1
-            self._log.error("weights_refused", version=wanted.version, failures=self._failures, error=str(error))
+            self._log.error("weights_refused", version=wanted.version, failures=self._failures, reason=str(error))
             return float(
                 min(self._settings.retry_seconds * 2 ** (self._failures - 1), self._settings.retry_seconds_max)
             )

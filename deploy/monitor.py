@@ -87,7 +87,7 @@ class Monitor:
                 self._facts = self._log.reader(["runs"], start=self._resolved.positions)
             facts = [delivery.event for delivery in self._facts.poll(_FACTS_MAX, 0.05)]
         except LogUnavailable as error:
-            logger.warning("the log was not read", reason=str(error))
+            logger.warning("log_unavailable", reason=str(error))
             return False
         return any(isinstance(fact, RunResumed) and self._is_newer(fact) for fact in facts)
 
@@ -106,7 +106,7 @@ class Monitor:
 
     def _finish(self, end: RunEnd) -> None:
         """Drains, writes, and stops the stack, which this process belongs to."""
-        logger.info("run ends", reason=end.reason, detail=end.detail)
+        logger.info("run_ending", ended_by=end.reason, reason=end.detail)
         self._stack.drain(lambda line: None)
         self._write(end)
         if end.reason == "finished":
@@ -117,20 +117,20 @@ class Monitor:
         try:
             write_end(self._log, self._resolved.run_id, self._resolved.start_number, end.reason, end.detail)
         except LogUnavailable as error:  # the run counts as lost then, and can be resumed
-            logger.error("the end of the run is not on the log", reason=str(error))
+            logger.error("run_end_not_written", reason=str(error))
 
     def _conclude(self) -> None:
         try:
             conclude(self._folder, self._resolved.page_url, self._resolved.run_id)
         except ReplaygroundError as error:
-            logger.error("no report", reason=str(error), do="replayground report")
+            logger.error("report_failed", reason=str(error), remedy="replayground report")
 
 
 def monitor(folder: RunFolder) -> int:
     """The process: watches until the run has ended or the supervisor stops it. Returns the exit code."""
     from deploy.serve import configure_logs
 
-    configure_logs("monitor")
+    configure_logs("monitor", folder.run_id)
     stop = threading.Event()
 
     def on_signal(signal_number: int, frame: FrameType | None) -> None:
@@ -141,7 +141,7 @@ def monitor(folder: RunFolder) -> int:
     try:
         watched = Monitor(folder, load(folder))
     except BadInput as error:
-        logger.error("no run to watch", reason=str(error))
+        logger.error("run_not_found", reason=str(error))
         return 2
     watched.watch_until(stop)
     stop.wait()  # the stack is being ended, and this process with it

@@ -142,7 +142,7 @@ def _restore(planner: Planner, taken: SnapshotTaken | None) -> SnapshotTaken | N
         try:
             planner.restore(taken.state)
         except msgspec.MsgspecError as error:
-            logger.warning("a snapshot cannot be read; the run is folded from its start", reason=str(error))
+            logger.warning("snapshot_unreadable", reason=str(error))
             return None
     return taken
 
@@ -158,4 +158,4 @@ def _report_lag(reader: Reader, program_metrics: ProgramMetrics) -> None:
     try:
         program_metrics.gauge("lag", 0 if reader.caught_up() else 1)
     except LogUnavailable as error:
-        logger.warning("the end of the log is not known", reason=str(error))
+        logger.warning("log_end_unknown", reason=str(error))

@@ -7,12 +7,12 @@ infrastructure error (sandbox, server, a broken task), which is nobody's fault a
 
 import asyncio
 import hashlib
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+import structlog
 
 from producers.agent import only_agent
 from producers.attempt import AttemptWriter, Emit, close_unplayed, without_world, world_hash_of
@@ -30,7 +30,7 @@ from schemas.events import EndedBy, RolloutEnded, RolloutRequested, RolloutStart
 from schemas.ids import now_microseconds
 from schemas.packed import pack_tokens
 
-logger = logging.getLogger(__name__)
+logger = structlog.get_logger()
 
 COST_PER_TOKEN_SAMPLED = 1e-6
 COST_PER_TOKEN_READ = 1e-7
@@ -140,7 +140,7 @@ async def _run_agents(rollout: Rollout, ensemble: Ensemble, cancel_handle: Cance
     except LogUnavailable:
         raise
     except Exception as error:  # a job's teacher or tool may raise anything; it must not take the worker with it
-        logger.exception("rollout %s failed", rollout.attempt.request.meta.trajectory_id)
+        logger.exception("rollout_failed", trajectory_id=rollout.attempt.request.meta.trajectory_id)
         return _Ending("infra_error", reason=f"{type(error).__name__}: {error}")
 
 

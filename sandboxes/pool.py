@@ -145,7 +145,7 @@ class Pool:
         """The sandbox of this number, or a new one when there is none or it died while nobody used it."""
         sandbox = self._sandboxes.get(number)
         if sandbox is not None and not sandbox.is_alive:
-            logger.warning("sandbox %s died while idle and is replaced", sandbox.sandbox_id)
+            logger.warning("idle_sandbox_died", extra={"sandbox": sandbox.sandbox_id})
             del self._sandboxes[number]
             await sandbox.close()
             sandbox = None
@@ -156,7 +156,7 @@ class Pool:
 
     def expire(self, lease: Lease) -> None:
         for sandbox in lease.sandboxes.values():
-            logger.warning("the lease of %s on %s ran out", self.leased.get(lease.slot), sandbox.sandbox_id)
+            logger.warning("lease_expired", extra={"owner": self.leased.get(lease.slot), "sandbox": sandbox.sandbox_id})
             self._in_background(sandbox.close())
 
     async def _give_back(self, lease: Lease, healthy: bool) -> None:
@@ -174,7 +174,7 @@ class Pool:
         try:
             is_clean = healthy and await sandbox.reset()
         except SandboxFailed as error:
-            logger.warning("sandbox %s failed its reset and is thrown away: %s", sandbox.sandbox_id, error)
+            logger.warning("sandbox_reset_failed", extra={"sandbox": sandbox.sandbox_id, "reason": str(error)})
         finally:
             if is_clean:
                 self._sandboxes[number] = sandbox
@@ -189,4 +189,4 @@ class Pool:
     def _on_finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a sandbox could not be given back", exc_info=error)
+            logger.error("sandbox_not_returned", exc_info=error)

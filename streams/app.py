@@ -156,7 +156,7 @@ async def _watch_lag(run: Run, log: KafkaLog, topics: list[str], program_metrics
             lags = await asyncio.to_thread(log.group_lags, f"streams-{run.run_id}", topics)
             program_metrics.gauge("lag", sum(group_lags.lag for group_lags in lags.values()))
         except LogUnavailable as error:
-            logger.warning("lag unknown", reason=str(error))
+            logger.warning("lag_unknown", reason=str(error))
 
 
 def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Future[None]") -> StreamsApp:

@@ -52,7 +52,7 @@ def cut(run: Run, settings: CutSettings, program_metrics: ProgramMetrics, stop: 
             Cutter(log, hop, run, settings, program_metrics).run_until(stop)
         except LogUnavailable as error:
             # the transaction was aborted or the broker is away: state and positions are read back and taken again
-            logger.warning("cut.restarting", reason=str(error))
+            logger.warning("cutter_restarting", reason=str(error))
             program_metrics.detail = f"waiting for the log: {error}"
             log.forget_failure()
             stop.wait(_RETRY_SECONDS)
@@ -116,7 +116,7 @@ class Cutter:
             with self._program_metrics.busy():
                 self._commit(outcome.events, reader)
             self._program_metrics.gauge("lag", 0)
-            logger.info("cut.batch", index=self._state.index_next - 1)
+            logger.info("batch_cut", index=self._state.index_next - 1)
 
     def _commit(self, batches: Sequence[Event], reader: Reader) -> None:
         events = list(batches)

@@ -146,7 +146,7 @@ class StatefulConsumer(driver.Consumer):  # type: ignore[misc]
             self.app.end_commit()
             return True
         except _Evicted as error:
-            logger.warning("commit given up", reason=str(error))
+            logger.warning("commit_abandoned", reason=str(error))
             return False
 
     async def _commit(self, offsets: Mapping[TP, int]) -> bool:

@@ -100,7 +100,7 @@ class Stage:
 
     def _refuse(self, delivery: Delivery, reason: str) -> list[Event]:
         self._limit.count(True)
-        logger.warning("rejected", hop=self.hop.name, address=str(delivery.address), reason=reason)
+        logger.warning("message_rejected", hop=self.hop.name, address=str(delivery.address), reason=reason)
         return [rejection(self._run_id, self.hop.name, delivery, reason, self._now())]
 
     def _state(self, key: bytes) -> Any:
@@ -165,7 +165,7 @@ class Stage:
     def _give_up(self, entry: Entry, newest: Address) -> Event:
         began_at = Address(newest.topic, newest.partition, entry.offset)
         reason = f"given up: still open after {TURNS_MAX} times {self.hop.keys_remembered} newer keys of its partition"
-        logger.warning("given_up", hop=self.hop.name, key=entry.key.decode(), began_at=str(began_at))
+        logger.warning("key_given_up", hop=self.hop.name, key=entry.key.decode(), address=str(began_at))
         return give_up_rejection(self._run_id, self.hop.name, entry.key, began_at, reason, self._now())
 
     def begin_commit(self) -> None:

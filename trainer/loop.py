@@ -85,7 +85,7 @@ def train(
         except _Stopped:
             return
         except LogUnavailable as error:
-            _logger.warning("log unavailable, starting over from the newest published version", error=str(error))
+            _logger.warning("log_unavailable", reason=str(error))
             program_metrics.detail = f"waiting for the log: {error}"
             stop.wait(_RETRY_SECONDS)
 
@@ -232,7 +232,7 @@ class _TrainingLoop:
         self.program_metrics.gauge("lag", 0)
         self.program_metrics.count("events_written", 3)
         self._report_version(version)
-        _logger.info("published", kind=kind, version=version, metrics=report.metrics, seconds=report.seconds)
+        _logger.info("weights_published", kind=kind, version=version, metrics=report.metrics, seconds=report.seconds)
         return version
 
     def _newest(self) -> WeightsPublished | None:

@@ -275,7 +275,7 @@ class WebServer:
             if not self._thread.is_alive():
                 raise BadInput(f"the web page could not be opened on port {self._port}: see the log above")
             time.sleep(0.02)
-        _log.info("page", address=f"http://{self._bind}:{self._port}")
+        _log.info("page_started", address=f"http://{self._bind}:{self._port}")
 
     def stop(self) -> None:
         self._server.should_exit = True

@@ -156,7 +156,7 @@ class RunnerSandbox:
         answer = await self._request({"op": "reset"}, b"", GRACE_SECONDS)
         self.enclosure.used_up()  # forgotten: it was the last lease's doing
         if answer.status != "ok":
-            logger.warning("%s is not clean and will be thrown away: %s", self.sandbox_id, answer.detail)
+            logger.warning("sandbox_not_clean", extra={"sandbox": self.sandbox_id, "reason": answer.detail})
         return answer.status == "ok"
 
     async def close(self) -> None:

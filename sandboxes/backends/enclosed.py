@@ -145,7 +145,7 @@ class EnclosedBackend(abc.ABC):
             return find_cgroup_root()
         except (NoCgroups, OSError) as error:
             self.isolation_notes = (f"no limit covers a {self.isolation} sandbox as a whole: no cgroup, as {error}",)
-            logger.warning("%s", self.isolation_notes[0])
+            logger.warning("cgroups_unavailable", extra={"reason": self.isolation_notes[0]})
             return None
 
 
@@ -200,7 +200,7 @@ class EnclosedProcesses:
             try:
                 await self.cgroup.sweep()
             except TimeoutError:
-                logger.error("a process in %s cannot be killed; the group stays", self.cgroup.folders[0])
+                logger.error("process_not_killed", extra={"cgroup": str(self.cgroup.folders[0])})
         self.process.release()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

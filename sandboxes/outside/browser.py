@@ -201,7 +201,9 @@ class BrowserSession(MethodSession):
                 async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await self._context.close()
         except (PlaywrightError, TimeoutError) as error:
-            logger.warning("a browser context of %s would not close: %r", self._rollout_handle.owner, error)
+            logger.warning(
+                "browser_context_not_closed", extra={"owner": self._rollout_handle.owner, "reason": repr(error)}
+            )
             is_healthy = False
         finally:
             self._process.proxy.release(self._address)

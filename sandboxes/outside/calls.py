@@ -59,7 +59,10 @@ class OutsideCalls:
                 async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await session.close()
             except Exception:
-                logger.exception("%s of %s could not be closed", type(session).__name__, self._rollout_handle.owner)
+                logger.exception(
+                    "tool_session_not_closed",
+                    extra={"session": type(session).__name__, "owner": self._rollout_handle.owner},
+                )
 
     async def _result(self, tool: OutsideTool, arguments: Arguments) -> ToolResult:
         started = time.perf_counter()
@@ -80,7 +83,7 @@ class OutsideCalls:
         except SandboxFailed:
             raise
         except Exception as error:  # a bug of a provider must not end the rollout, and is not the agent's doing
-            logger.exception("the tool %s failed", tool.name)
+            logger.exception("tool_failed", extra={"tool": tool.name})
             return result(f"error: {type(error).__name__}: {error}", "tool")
         return result(answer.content, None, answer)
 
@@ -94,7 +97,7 @@ class OutsideCalls:
             except OutsideFailed as error:
                 if not tool.is_idempotent or attempt == ATTEMPTS_MAX:
                     raise
-                logger.warning("%s is tried again after attempt %d: %s", tool.name, attempt, error)
+                logger.warning("tool_call_retried", extra={"tool": tool.name, "attempt": attempt, "reason": str(error)})
             await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
 

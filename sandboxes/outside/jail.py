@@ -92,7 +92,7 @@ class Jail(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 await cgroup.sweep()
             except TimeoutError:
-                logger.error("a process of the jail %s cannot be ended", self.hostname)
+                logger.error("process_not_killed", extra={"jail": self.hostname})
 
     def _new_cgroup(self) -> Cgroup | None:
         home = jail_cgroup_root()
@@ -164,7 +164,7 @@ def jail_cgroup_root() -> CgroupRoot | None:
     try:
         return find_cgroup_root()
     except (NoCgroups, OSError) as error:
-        logger.warning("no limit covers a jail as a whole: no cgroup, as %s", error)
+        logger.warning("cgroups_unavailable", extra={"reason": str(error)})
         return None
 
 

@@ -183,7 +183,7 @@ class Endpoint:
             recording = RecordedSearch(question=question, recorded_at=now, results=results)
             await asyncio.to_thread(self._recordings.keep, recording)
         except OSError as error:  # the answer is here; only the next outage will miss it
-            logger.warning("an answer of the search endpoint could not be recorded: %s", error)
+            logger.warning("search_not_recorded", extra={"reason": str(error)})
 
 
 def headers_of(settings: SearchSettings) -> dict[str, str]:

@@ -57,10 +57,10 @@ class SearchRecordings:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            logger.warning("the recording %s cannot be read: %s", path, error)
+            logger.warning("recorded_search_unreadable", extra={"file": str(path), "reason": str(error)})
             return None
         if recording.question != question:
-            logger.warning("the recording %s answers another question", path)
+            logger.warning("recorded_search_mismatch", extra={"file": str(path)})
             return None
         return recording
 

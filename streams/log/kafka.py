@@ -766,7 +766,7 @@ class KafkaTransactor:
             self._producer.abort_transaction()
         except KafkaException as indefinite:
             self._raise_if_final(indefinite)  # a new producer would take the id back from whoever has it now
-            logger.warning("transaction.in_doubt", name=self._name, reason=str(indefinite))
+            logger.warning("transaction_in_doubt", transactional_id=self._name, reason=str(indefinite))
             # of a commit that timed out nobody knows the end: a new producer waits for it, or aborts what was open
             self._producer = self._initialise()
             raise LogUnavailable(f"the transaction ended in doubt and was abandoned: {error}") from indefinite

@@ -119,7 +119,7 @@ def test_what_waits_unread_for_too_long_is_an_error_and_a_figure(tmp_path: Path,
     served.process.terminate()
     code, printed = served.ended()
     assert code == 0
-    (alarm,) = [told for told in map(json.loads, printed.splitlines()) if told["event"] == "unread messages expire"]
+    (alarm,) = [told for told in map(json.loads, printed.splitlines()) if told["event"] == "unread_messages_expiring"]
     assert (alarm["level"], alarm["group"], alarm["topic"]) == ("error", "traces", "control")
     assert alarm["seconds_left"] < 24 * 3600
 

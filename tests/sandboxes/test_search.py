@@ -187,7 +187,7 @@ async def test_a_damaged_recording_counts_as_none(
         engine.status = 403
         with pytest.raises(OutsideFailed):
             await rollout.call("search", query="lamps")
-        assert "cannot be read" in caplog.text
+        assert "recorded_search_unreadable" in caplog.text
     assert SearchRecordings(tmp_path / "nowhere").folder.exists() is False
     await search.close()
 
