@@ -53,13 +53,13 @@ def run(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics, sto
 
 
 def _follow(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
-    from consumers.dashboard.web import Source, WebServer  # once the settings are known to be good: it takes seconds
+    from consumers.dashboard.web import LogSource, WebServer  # once the settings are known to be good: it takes seconds
 
     log = open_log(run)
     store = Store(settings.dsn, settings.database, settings.threads)
     lag = LagWatch(log, program_metrics)
     writer = TraceWriter(log, store, run, settings, program_metrics)
-    web = WebServer(store, settings, Source(log, lag, writer))
+    web = WebServer(store, settings, LogSource(log, lag, writer))
     try:
         lag.start()
         web.start()

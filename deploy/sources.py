@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file that a run needs."""
 
     path: Path
@@ -47,13 +47,13 @@ class RestoredConfig:
     told: list[str]
 
 
-def files_of(raw: dict[str, Any]) -> list[Source]:
+def files_of(raw: dict[str, Any]) -> list[SourceFile]:
     """Every file that a config names, and what lies beside a module that is a file: *.py. Raises BadInput."""
     found = [source for setting in PATH_SETTINGS for source in _files_of_setting(raw, setting)]
     module = setting_at(raw, "job.module")
     if _is_file_name(module):
         beside = [path for path in sorted(Path(module).parent.glob("*.py")) if path != Path(module)]
-        found += [Source(path, path.name, None) for path in beside]
+        found += [SourceFile(path, path.name, None) for path in beside]
     return found
 
 
@@ -104,14 +104,14 @@ def package_versions() -> dict[str, str]:
     return {name: version for name, version in versions.items() if version is not None}
 
 
-def _files_of_setting(raw: dict[str, Any], setting: str) -> Iterator[Source]:
+def _files_of_setting(raw: dict[str, Any], setting: str) -> Iterator[SourceFile]:
     value = setting_at(raw, setting)
     if not isinstance(value, str) or not value:
         return
     if setting == "job.module" and not _is_file_name(value):
         origin = _origin_of(value)
         if origin is not None:
-            yield Source(origin, origin.name, setting)
+            yield SourceFile(origin, origin.name, setting)
         return
     path = Path(value)
     # beside the module by its name alone, so that the module finds it there; else below the name of the setting
@@ -119,10 +119,10 @@ def _files_of_setting(raw: dict[str, Any], setting: str) -> Iterator[Source]:
     is_beside = _is_file_name(module) and path.parent == Path(module).parent
     prefix = PurePosixPath() if is_beside or setting == "job.module" else PurePosixPath(setting)
     if not path.is_dir():
-        yield Source(path, str(prefix / path.name), setting)
+        yield SourceFile(path, str(prefix / path.name), setting)
         return
     for inner in sorted(inner for inner in path.rglob("*") if inner.is_file()):
-        yield Source(inner, str(prefix / path.name / inner.relative_to(path).as_posix()), setting)
+        yield SourceFile(inner, str(prefix / path.name / inner.relative_to(path).as_posix()), setting)
 
 
 def _is_file_name(module: Any) -> bool:

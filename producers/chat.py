@@ -174,15 +174,15 @@ class TemplateFormat:
         self._require_seams(tokenizer_json)
 
     def open_context(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        return self._encoded(self._render(messages, tools))
+        return self._encode_rendered(self._render(messages, tools))
 
     def extend_context(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
         whole = self._render(messages, tools)
         so_far = self._render(messages[:-2], tools) + self._shield(messages[-2].content) + self._end_text
         if not whole.startswith(so_far):
-            return Extension(self._encoded(whole), "the chat template rewrites what was read and said before")
+            return Extension(self._encode_rendered(whole), "the chat template rewrites what was read and said before")
         closing = [] if turn_was_closed else [self.end]
-        return Extension([*closing, *self._encoded(whole[len(so_far) :])])
+        return Extension([*closing, *self._encode_rendered(whole[len(so_far) :])])
 
     def turn(self, text: str) -> list[int]:
         return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.end]
@@ -209,7 +209,7 @@ class TemplateFormat:
         content = content.replace(_SHIELD, "\ufffd")
         return self._special_split.sub(lambda found: found[0][0] + _SHIELD + found[0][1:], content)
 
-    def _encoded(self, rendered: str) -> list[int]:
+    def _encode_rendered(self, rendered: str) -> list[int]:
         """Ids of rendered text: role tokens of the template by name, all between them as plain text."""
         tokens: list[int] = []
         for piece in self._special_split.split(rendered):
@@ -223,7 +223,7 @@ class TemplateFormat:
         """Ids around role tokens must not depend on what stands on their other side. Raises BadInput."""
         rendered = self._render([Message("user", " a b\n"), Message("assistant", "c "), Message("user", "d")], ())
         whole: list[int] = Tokenizer.from_buffer(tokenizer_json).encode(rendered, add_special_tokens=False).ids
-        if whole != self._encoded(rendered):
+        if whole != self._encode_rendered(rendered):
             raise BadInput("this tokenizer joins text across its role tokens: turns cannot be extended exactly")
 
 

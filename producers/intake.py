@@ -125,7 +125,7 @@ class PendingRequests:
                 if self._committed.get((topic, partition)) != offset
             ]
 
-    def committed(self, positions: Iterable[Position]) -> None:
+    def note_committed(self, positions: Iterable[Position]) -> None:
         with self._lock:
             for position in positions:
                 place = (position.topic, position.partition)
@@ -269,4 +269,4 @@ class Intake:
             self._reader.commit(positions)
         except Rebalanced:
             return  # the next poll says which partitions are still ours; they are committed then
-        self._windows.committed(positions)
+        self._windows.note_committed(positions)

@@ -72,7 +72,7 @@ class SqlResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """Where the rows come from, for a program that follows the log."""
 
     log: Log
@@ -84,7 +84,7 @@ class Traces:
     """What the page and the interface ask; `run_id` None is the newest run. Every call may block for the time of its
     queries, and raises UnknownRun (404) and BadInput (400) with one sentence. Safe between threads."""
 
-    def __init__(self, store: Store, settings: TracesSettings, source: Source | None) -> None:
+    def __init__(self, store: Store, settings: TracesSettings, source: LogSource | None) -> None:
         self._store = store
         self._settings = settings
         self._source = source
@@ -160,12 +160,12 @@ class Traces:
 
     def finish(self, run_id: str | None = None) -> dict[str, Any]:
         """Summary and report, when everything that is on the log now is in the store."""
-        self._await_written(self._followed())
+        self._await_written(self._require_source())
         return self._summary_and_report(self.find(run_id))
 
     def reconcile(self, repair: bool, run_id: str | None = None) -> list[PartitionComparison]:
         """The store against the log, of the whole field or of one run."""
-        source = self._followed()
+        source = self._require_source()
         scope = WHOLE_FIELD
         if run_id:
             run = self.find(run_id)
@@ -177,12 +177,12 @@ class Traces:
         figures = summary(self._store, self._source.log if self._source else None, run, now)
         return {"summary": figures, "report": report(self._store, run, figures, now)}
 
-    def _followed(self) -> Source:
+    def _require_source(self) -> LogSource:
         if self._source is None:
             raise BadInput("this needs the log, which is not followed now: start the field with `replayground up`")
         return self._source
 
-    def _await_written(self, source: Source) -> None:
+    def _await_written(self, source: LogSource) -> None:
         if not source.writer.await_caught_up(_CATCH_UP_SECONDS_MAX):
             raise BadInput(
                 f"the trace store is behind the log after {_CATCH_UP_SECONDS_MAX:.0f} s: see the traces program"
@@ -253,7 +253,7 @@ def _one(traces: Traces, run_id: str | None, trajectory_id: str) -> Transcript:
 class WebServer:
     """Interface and page in a thread."""
 
-    def __init__(self, store: Store, settings: TracesSettings, source: Source | None) -> None:
+    def __init__(self, store: Store, settings: TracesSettings, source: LogSource | None) -> None:
         """Raises BadInput when the port is taken, before anything is opened."""
         _require_free(settings.bind, settings.port)
         from consumers.dashboard.page import add_page  # NiceGUI takes seconds to import

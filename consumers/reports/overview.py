@@ -45,7 +45,7 @@ class Step(Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]
 
 
-class Program(Struct, frozen=True, kw_only=True):
+class ProgramStatus(Struct, frozen=True, kw_only=True):
     """One program, as its last heartbeat tells."""
 
     worker: str
@@ -102,7 +102,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     events: dict[str, int]
     lag: dict[str, int]
     "by stage; empty when it is not known, or the run is over"
-    programs: list[Program]
+    programs: list[ProgramStatus]
 
 
 class _Sessions(Struct, frozen=True):
@@ -185,11 +185,11 @@ def _sessions(answers: QueryCache, run_id: str, now: int) -> _Sessions:
     return _Sessions(evaluations_of(rows, released, now), demonstrated)
 
 
-def _programs(answers: QueryCache, run_id: str, now: int) -> list[Program]:
+def _programs(answers: QueryCache, run_id: str, now: int) -> list[ProgramStatus]:
     rows = answers.ask(_WORKERS, {"run": run_id, "since": now - _HEARTBEAT_MICROSECONDS}).dicts()
     heartbeats = [(row["seen"], msgspec.json.decode(row["body"])) for row in rows]
     return [
-        Program(worker=body["worker"], role=body["role"], seen=seen, load=_numbers(body["load"]))
+        ProgramStatus(worker=body["worker"], role=body["role"], seen=seen, load=_numbers(body["load"]))
         for seen, body in heartbeats
     ]
 
@@ -203,7 +203,7 @@ def _numbers(load: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in load.items() if value is not None}
 
 
-def _gauge(programs: Sequence[Program], role: str, figure: str) -> float:
+def _gauge(programs: Sequence[ProgramStatus], role: str, figure: str) -> float:
     return sum(program.load.get(figure, 0.0) for program in programs if program.role == role)
 
 
@@ -233,7 +233,7 @@ def _phase(
 
 
 def _sft_progress(
-    job: JobSettings, has_steps: bool, evaluations: Sequence[Evaluation], programs: Sequence[Program]
+    job: JobSettings, has_steps: bool, evaluations: Sequence[Evaluation], programs: Sequence[ProgramStatus]
 ) -> float:
     is_over = has_steps or any(evaluation.version >= job.first_version for evaluation in evaluations)
     return 1.0 if is_over else _gauge(programs, "trainer", "progress")

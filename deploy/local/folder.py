@@ -207,7 +207,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def require_disk(path: Path, free_bytes_min: int) -> None:
     """Raises BadInput when there is too little room to begin."""
-    free_bytes = shutil.disk_usage(_existing(path)).free
+    free_bytes = shutil.disk_usage(_nearest_existing(path)).free
     if free_bytes < free_bytes_min:
         raise BadInput(
             f"the disk of {path} has {free_bytes:,} bytes free and {free_bytes_min:,} are wanted: free some space, "
@@ -257,7 +257,7 @@ def take_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """The nearest folder above that exists."""
     path = path.absolute()
     while not path.exists():

@@ -9,7 +9,7 @@ import threading
 
 from consumers.clickhouse.store import Store
 from consumers.config import TracesSettings
-from consumers.dashboard.web import Source, WebServer
+from consumers.dashboard.web import LogSource, WebServer
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.lag_watch import LagWatch
 from schemas.blobs import Blobs
@@ -35,7 +35,7 @@ def main() -> None:
         LagWatch(log, ProgramMetrics()),
         threading.Event(),
     )
-    web = WebServer(store, settings, Source(log, lag, writer))
+    web = WebServer(store, settings, LogSource(log, lag, writer))
     writing = threading.Thread(target=writer.write_until, args=(stop,))
     writing.start()
     web.start()

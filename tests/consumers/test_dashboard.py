@@ -13,7 +13,7 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from consumers.clickhouse.store import Store
 from consumers.config import TracesSettings
-from consumers.dashboard.web import Source, WebServer
+from consumers.dashboard.web import LogSource, WebServer
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.lag_watch import LagWatch
 from schemas.errors import BadInput
@@ -210,4 +210,4 @@ def test_a_busy_port_is_said_in_one_line(address: str, memory_log: MemoryLog, st
     settings = TracesSettings(port=int(address.rsplit(":", 1)[1]))
     writer = TraceWriter(memory_log, store, FIELD_RUN, settings, ProgramMetrics())
     with pytest.raises(BadInput, match=r"port \d+ is in use"):
-        WebServer(store, settings, Source(memory_log, LagWatch(memory_log, ProgramMetrics()), writer))
+        WebServer(store, settings, LogSource(memory_log, LagWatch(memory_log, ProgramMetrics()), writer))

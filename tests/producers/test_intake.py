@@ -28,12 +28,12 @@ def test_the_lowest_unfinished_offset_is_committed() -> None:
     windows.end(at(6))
     windows.end(at(9))
     assert to_commit(windows) == [5]
-    windows.committed(windows.to_commit())
+    windows.note_committed(windows.to_commit())
     assert to_commit(windows) == []
     windows.end(at(5))
     assert to_commit(windows) == [8]
     assert (windows.waiting, windows.running, windows.uncommitted) == (0, 1, 4)
-    windows.committed(windows.to_commit())
+    windows.note_committed(windows.to_commit())
     assert windows.uncommitted == 2
     windows.end(at(8))
     assert windows.to_commit() == [Position(topic="rollouts", partition=0, offset=10)]
@@ -136,7 +136,7 @@ class _Broker:
             assert self.ended >= set(range(position.offset)), "everything before it has ended"
             assert position.offset >= self.committed, "a commit never goes back"
             self.committed = position.offset
-        self.workers[worker].committed(positions)
+        self.workers[worker].note_committed(positions)
 
 
 _steps = st.one_of(
