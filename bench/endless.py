@@ -24,7 +24,7 @@ from bench.practice import (
     new_run,
     settings_of,
 )
-from deploy.local.stack import Addresses, local_log
+from deploy.local.stack import LogAddresses, local_log
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.events import SnapshotTaken, WeightsPublished
@@ -184,7 +184,7 @@ def _endless() -> Iterator[Endless]:
             log.close()
 
 
-def _open(addresses: Addresses) -> KafkaLog:
+def _open(addresses: LogAddresses) -> KafkaLog:
     codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
     return KafkaLog(addresses.log, codec)
 

@@ -14,13 +14,13 @@ import fastavro
 import msgspec
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from deploy.local.stack import Addresses, local_log
+from deploy.local.stack import LogAddresses, local_log
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.events import Address, Event, Meta, Sampling, TurnGenerated, VersionSpan
 from schemas.generate import schema_of
 from schemas.ids import derived_id
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.packed import pack_logprobs, pack_tokens
 from schemas.registry import ConfluentRegistry
 from schemas.run import JobSettings, Run
@@ -30,7 +30,7 @@ from streams.config import StreamsSettings
 from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.log.kafka import KafkaLog
-from streams.log.protocol import delivered
+from streams.log.protocol import decode_delivery
 from streams.stage import Stage
 from tests.flow.synthetic import groups
 
@@ -84,7 +84,7 @@ def measure(quick: bool) -> dict[str, float]:
 
 
 @contextmanager
-def _log() -> Iterator[tuple[Addresses, Codec, Path]]:
+def _log() -> Iterator[tuple[LogAddresses, Codec, Path]]:
     """A broker and a registry with nothing on them."""
     with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, local_log(Path(folder)) as addresses:
         codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
@@ -111,7 +111,7 @@ def _codec(codec: Codec, count: int) -> dict[str, float]:
     return {"codec_typed_to_bare": _ratio(bare, typed)}
 
 
-def _broker(addresses: Addresses, codec: Codec, count: int) -> dict[str, float]:
+def _broker(addresses: LogAddresses, codec: Codec, count: int) -> dict[str, float]:
     events = [turn(number, 24) for number in range(count)]
     records = [msgspec.to_builtins(event, builtin_types=(bytes,)) for event in events]
     log = KafkaLog(addresses.log, codec)
@@ -132,7 +132,7 @@ def _broker(addresses: Addresses, codec: Codec, count: int) -> dict[str, float]:
     }
 
 
-def _driver(addresses: Addresses, codec: Codec, groups_count: int) -> dict[str, float]:
+def _driver(addresses: LogAddresses, codec: Codec, groups_count: int) -> dict[str, float]:
     """All hops by the driver, beside a bare loop that consumes, decodes, encodes and produces in transactions."""
     log = KafkaLog(addresses.log, codec)
     messages = _append_messages(log, groups_count)
@@ -148,7 +148,7 @@ def _driver(addresses: Addresses, codec: Codec, groups_count: int) -> dict[str, 
     }
 
 
-def _app(addresses: Addresses, codec: Codec, folder: Path, groups_count: int) -> dict[str, float]:
+def _app(addresses: LogAddresses, codec: Codec, folder: Path, groups_count: int) -> dict[str, float]:
     """The same by the Faust app."""
     log = KafkaLog(addresses.log, codec)
     messages = _append_messages(log, groups_count)
@@ -178,15 +178,15 @@ def _taken(messages: int) -> int:
 
 def _app_seconds(run: Run, folder: Path, events: int) -> float:
     """Seconds of the app from its first event to its last."""
-    stop, pulse = threading.Event(), Pulse()
+    stop, program_metrics = threading.Event(), ProgramMetrics()
     thread = threading.Thread(
-        target=app.run, args=(run, StreamsSettings(state_folder=str(folder / "app")), pulse, stop)
+        target=app.run, args=(run, StreamsSettings(state_folder=str(folder / "app")), program_metrics, stop)
     )
     thread.start()
-    while not pulse.figures().get("events_read"):
+    while not program_metrics.figures().get("events_read"):
         time.sleep(0.01)
-    first, began = pulse.figures()["events_read"], time.perf_counter()
-    while pulse.figures()["events_read"] < events:
+    first, began = program_metrics.figures()["events_read"], time.perf_counter()
+    while program_metrics.figures()["events_read"] < events:
         time.sleep(0.01)
     seconds = (time.perf_counter() - began) * events / (events - first)
     stop.set()
@@ -194,7 +194,7 @@ def _app_seconds(run: Run, folder: Path, events: int) -> float:
     return seconds
 
 
-def _bare_transactions(addresses: Addresses, count: int) -> None:
+def _bare_transactions(addresses: LogAddresses, count: int) -> None:
     """A plain exactly-once loop: 1,000 messages a transaction."""
     consumer = Consumer(
         {"bootstrap.servers": addresses.log.bootstrap_servers, "group.id": "bare-eos", "enable.auto.commit": False}
@@ -244,7 +244,7 @@ def _growth(codec: Codec, events: int) -> dict[str, float]:
             following: list[Event] = []
             for fact in facts:
                 address = Address(stage.hop.reads, 0, taken)
-                following += stage.take(delivered(codec, address, None, codec.encode(fact)))
+                following += stage.take(decode_delivery(codec, address, None, codec.encode(fact)))
                 taken += 1
             facts = following
         if taken >= window * (len(costs) + 1):
@@ -263,7 +263,7 @@ def _typed_produce(log: KafkaLog, events: list[TurnGenerated]) -> None:
     log.flush()
 
 
-def _bare_produce(addresses: Addresses, records: list[dict[str, Any]]) -> None:
+def _bare_produce(addresses: LogAddresses, records: list[dict[str, Any]]) -> None:
     """The same settings as ours; bytes without the wire header go to a topic nobody reads as events."""
     schema = fastavro.parse_schema(schema_of(TurnGenerated))
     producer = Producer(
@@ -297,7 +297,7 @@ def _typed_consume(log: KafkaLog, count: int) -> None:
     reader.close()
 
 
-def _bare_consume(addresses: Addresses, count: int) -> None:
+def _bare_consume(addresses: LogAddresses, count: int) -> None:
     schema = fastavro.parse_schema(schema_of(TurnGenerated))
     consumer = Consumer(
         {"bootstrap.servers": addresses.log.bootstrap_servers, "group.id": "bare", "enable.auto.commit": False}

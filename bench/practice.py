@@ -23,7 +23,7 @@ import msgspec
 
 from bench import practice_job
 from consumers.config import ReloaderSettings
-from deploy.local.stack import Addresses
+from deploy.local.stack import LogAddresses
 from producers.config import FeederSettings, SchedulerSettings
 from schemas.blobs import open_blobs
 from schemas.errors import LogUnavailable
@@ -66,7 +66,7 @@ _QUIET_SECONDS = 3.0
 _TRIES = 30
 
 
-def new_run(log: Log, run_id: str, addresses: Addresses) -> Run:
+def new_run(log: Log, run_id: str, addresses: LogAddresses) -> Run:
     """A run that starts here: nothing before this moment belongs to it."""
     start = tuple(log.end_positions([topic.name for topic in TOPICS]))
     return Run(run_id=run_id, seed=0, job=JOB, log=addresses.log, blobs_url=addresses.blobs_url, start=start)

@@ -12,7 +12,7 @@ from typing import get_type_hints
 import msgspec
 
 from deploy.programs import PROGRAM_BY_NAME
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 
 
@@ -24,7 +24,7 @@ def main(name: str, run: str, settings: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads the log lines of its work
     threading.Thread(target=_end_with_parent, daemon=True).start()
     told = msgspec.json.decode(run, type=Run), msgspec.json.decode(settings, type=settings_class)
-    function(*told, Pulse(), threading.Event())
+    function(*told, ProgramMetrics(), threading.Event())
 
 
 def _end_with_parent() -> None:

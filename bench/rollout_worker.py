@@ -10,7 +10,7 @@ from producers import rollouts
 from producers.config import RolloutsSettings
 from sandboxes.backends.scripted import ScriptedBackend
 from schemas.blobs import Blobs
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.log.connect import open_log
 
@@ -25,7 +25,7 @@ def main(run: Run, settings: RolloutsSettings, backend: str) -> None:
     scripted = ScriptedBackend(scripts) if backend == "scripted" else None
     log = open_log(run)
     try:
-        rollouts.work(run, settings, Pulse(), stop, log, Blobs(run.blobs_url), scripted)
+        rollouts.work(run, settings, ProgramMetrics(), stop, log, Blobs(run.blobs_url), scripted)
     finally:
         log.close()
 

@@ -33,7 +33,7 @@ from consumers.config import VllmSettings
 from consumers.reports.svg import Line
 from consumers.vllm_admin import VllmAdmin
 from deploy.local.ports import choose_ports
-from deploy.local.stack import Addresses, local_log
+from deploy.local.stack import LogAddresses, local_log
 from producers import stockroom
 from producers.config import RolloutsSettings
 from schemas.blobs import Blobs
@@ -53,7 +53,7 @@ from schemas.events import (
 )
 from schemas.ids import derived_id, now_microseconds
 from schemas.job import load_job
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.packed import unpack_tokens
 from schemas.registry import ConfluentRegistry
 from schemas.run import JobSettings, Run
@@ -131,7 +131,7 @@ def _vllm(folder: Path, files: dict[str, bytes]) -> Iterator[str]:
         (folder / name).write_bytes(data)
     settings = VllmSettings(port=choose_ports({"vllm": 0})["vllm"], sequences_max=_AT_ONCE)
     stop = threading.Event()
-    thread = threading.Thread(target=vllm_server.serve, args=(folder, settings, Pulse(), stop))
+    thread = threading.Thread(target=vllm_server.serve, args=(folder, settings, ProgramMetrics(), stop))
     thread.start()
     admin = VllmAdmin(f"http://127.0.0.1:{settings.port}", timeout_seconds=30.0)
     try:
@@ -228,7 +228,7 @@ class _Played:
 class _Site:
     """A broker with weights of one model on it, for as many runs as are wanted."""
 
-    addresses: Addresses
+    addresses: LogAddresses
     files: dict[str, bytes]
     blobs: Blobs
     codec: Codec

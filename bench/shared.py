@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.practice import LOOP, Counter, Player, Program, Server, Watch, first_weights, new_run, settings_of
-from deploy.local.stack import Addresses, local_log
+from deploy.local.stack import LogAddresses, local_log
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.registry import ConfluentRegistry
@@ -29,7 +29,7 @@ _SEED_RUN = "other-0000"
 class Field:
     """A broker with what is on it."""
 
-    addresses: Addresses
+    addresses: LogAddresses
     log: KafkaLog
     folder: Path
     server: Server

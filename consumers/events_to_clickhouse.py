@@ -19,19 +19,19 @@ import structlog
 from consumers.clickhouse import queries
 from consumers.clickhouse.deliveries import delivery_row
 from consumers.clickhouse.rows import Row
-from consumers.clickhouse.store import Place, Store, must_exist
+from consumers.clickhouse.store import Place, Store, require_store
 from consumers.config import TracesSettings
 from consumers.lag_watch import LagWatch
 from schemas.errors import BadInput, LogBroken, LogUnavailable
 from schemas.events import Position
 from schemas.ids import now_microseconds
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.programs import ACCESS_BY_PROGRAM
 from schemas.run import Run
 from schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
 from streams.log.connect import open_log
 from streams.log.protocol import Delivery, Log, Reader
-from streams.rules.dead_letter import rejected
+from streams.rules.dead_letter import rejection
 
 _STAGE = "traces"
 _REST_SECONDS = 0.1
@@ -44,26 +44,26 @@ _KEPT = [topic.name for topic in TOPICS if not topic.compacted and topic.retenti
 _log = structlog.get_logger(__name__)
 
 
-def run(run: Run, settings: TracesSettings, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Writes traces and serves the page until stopped. Raises BadInput, StoreFailed, LogUnavailable."""
     if settings.follow:
-        _follow(run, settings, pulse, stop)
+        _follow(run, settings, program_metrics, stop)
     else:
-        _serve(settings, pulse, stop)
+        _serve(settings, program_metrics, stop)
 
 
-def _follow(run: Run, settings: TracesSettings, pulse: Pulse, stop: threading.Event) -> None:
-    from consumers.dashboard.web import Source, WebServer  # once the settings are known to be good: it takes seconds
+def _follow(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
+    from consumers.dashboard.web import LogSource, WebServer  # once the settings are known to be good: it takes seconds
 
     log = open_log(run)
     store = Store(settings.dsn, settings.database, settings.threads)
-    lag = LagWatch(log, pulse)
-    writer = TraceWriter(log, store, run, settings, pulse)
-    web = WebServer(store, settings, Source(log, lag, writer))
+    lag = LagWatch(log, program_metrics)
+    writer = TraceWriter(log, store, run, settings, program_metrics)
+    web = WebServer(store, settings, LogSource(log, lag, writer))
     try:
         lag.start()
         web.start()
-        pulse.detail = f"page on http://127.0.0.1:{settings.port}"
+        program_metrics.detail = f"page on http://127.0.0.1:{settings.port}"
         writer.write_until(stop)
     finally:
         web.stop()
@@ -72,16 +72,16 @@ def _follow(run: Run, settings: TracesSettings, pulse: Pulse, stop: threading.Ev
         log.close()
 
 
-def _serve(settings: TracesSettings, pulse: Pulse, stop: threading.Event) -> None:
+def _serve(settings: TracesSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """The store as it is, without the log."""
     from consumers.dashboard.web import WebServer
 
-    must_exist(settings.dsn)
+    require_store(settings.dsn)
     store = Store(settings.dsn, settings.database, settings.threads)
     web = WebServer(store, settings, None)
     try:
         web.start()
-        pulse.detail = f"page on http://127.0.0.1:{settings.port}, not following the log"
+        program_metrics.detail = f"page on http://127.0.0.1:{settings.port}, not following the log"
         stop.wait()
     finally:
         web.stop()
@@ -91,13 +91,15 @@ def _serve(settings: TracesSettings, pulse: Pulse, stop: threading.Event) -> Non
 class TraceWriter:
     """Brings the log into the store. `write_until` belongs to one thread; `await_caught_up` may be called by any."""
 
-    def __init__(self, log: Log, store: Store, run: Run, settings: TracesSettings, pulse: Pulse) -> None:
+    def __init__(
+        self, log: Log, store: Store, run: Run, settings: TracesSettings, program_metrics: ProgramMetrics
+    ) -> None:
         self._log = log
         self._store = store
         self._run_id = run.run_id
         self._group = ACCESS_BY_PROGRAM[_STAGE].group_of(run.run_id)
         self._settings = settings
-        self._pulse = pulse
+        self._program_metrics = program_metrics
         self._following: dict[Place, int] = store.next_offsets()
         self._asked = threading.Event()
         self._answered = threading.Event()
@@ -105,15 +107,15 @@ class TraceWriter:
     def write_until(self, stop: threading.Event) -> None:
         """Reads and inserts until stopped; what was read is inserted before it returns. Raises StoreFailed,
         LogUnavailable, and BadInput when the store was filled from another log."""
-        self._must_be_of_this_log()
+        self._require_same_log()
         self._go_back_to_store()
         reader = self._log.reader(_NAMES, group=self._group)
         try:
             while not stop.is_set():
-                rows, events = self._gathered(reader, stop)
+                rows, events = self._gather(reader, stop)
                 # before the insert: what arrives during it is not in the store when we say that all is
                 complete = self._asked.is_set() and reader.caught_up()
-                with self._pulse.busy():
+                with self._program_metrics.busy():
                     self._insert(rows, events)
                 if events:
                     _commit(reader)
@@ -139,12 +141,12 @@ class TraceWriter:
 
     def _insert(self, rows: list[Row], events: int) -> None:
         self._store.insert(rows)
-        self._pulse.count("events_read", events)
+        self._program_metrics.count("events_read", events)
 
     def _reject(self, deliveries: Sequence[Delivery]) -> None:
         """What cannot be read and has no stage that refuses it becomes a dead letter here."""
         rejects = [
-            rejected(self._run_id, _STAGE, bad, bad.undecodable, now_microseconds())
+            rejection(self._run_id, _STAGE, bad, bad.undecodable, now_microseconds())
             for bad in deliveries
             if bad.undecodable is not None and TOPIC_BY_NAME[bad.address.topic].rejected_by == _STAGE
         ]
@@ -152,7 +154,7 @@ class TraceWriter:
             for reject in rejects:
                 self._log.append(reject)
             self._log.flush()
-            self._pulse.count("rejected", len(rejects))
+            self._program_metrics.count("rejected", len(rejects))
 
     def await_caught_up(self, timeout_seconds: float) -> bool:
         """Waits until everything that is on the log at this moment is in the store; False when that takes too long."""
@@ -163,7 +165,7 @@ class TraceWriter:
         finally:
             self._asked.clear()
 
-    def _gathered(self, reader: Reader, stop: threading.Event) -> tuple[list[Row], int]:
+    def _gather(self, reader: Reader, stop: threading.Event) -> tuple[list[Row], int]:
         """The rows of what arrives within the flush time, at most one batch, and how many events that was."""
         rows: list[Row] = []
         events = bytes_gathered = 0
@@ -187,21 +189,21 @@ class TraceWriter:
         address = delivery.address
         return address.offset >= self._following.get((address.topic, address.partition), 0)
 
-    def _must_be_of_this_log(self) -> None:
+    def _require_same_log(self) -> None:
         """Offsets say what the store has already: on a log that was begun anew they would hide its first events."""
         last = {
             (topic, partition): (offset, event_id)
             for topic, partition, offset, event_id in self._store.ask(queries.LAST_EVENTS).rows
             if topic in _KEPT
         }
-        differing = self._differing(last)
+        differing = self._first_difference(last)
         if differing is not None:
             raise BadInput(
                 f"the trace store {self._settings.dsn} was filled from another log ({differing}): set [traces] dsn to another "
                 "folder, or remove that one to have it filled again"
             )
 
-    def _differing(self, last: dict[Place, tuple[int, str]]) -> str | None:
+    def _first_difference(self, last: dict[Place, tuple[int, str]]) -> str | None:
         """Where the log does not have the last event that the store has of a partition. Of all partitions at once: one by one
         it took a quarter of a second each."""
         if not last:
@@ -230,8 +232,8 @@ class TraceWriter:
         in_store: Counter[str] = Counter()
         for (topic, _), following in self._following.items():
             in_store[topic] += following
-        standing = self._log.standing(self._group, _KEPT)
-        if all(standing[topic].committed <= in_store[topic] for topic in _KEPT):
+        group_lags = self._log.group_lags(self._group, _KEPT)
+        if all(group_lags[topic].committed <= in_store[topic] for topic in _KEPT):
             return
         _log.warning("store_behind_group", group=self._group)
         reader = self._log.reader(_NAMES, group=self._group, alone=True)
@@ -247,4 +249,4 @@ def _commit(reader: Reader) -> None:
     try:
         reader.commit()
     except LogUnavailable as error:
-        _log.warning("commit_failed", error=str(error))
+        _log.warning("commit_failed", reason=str(error))

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import structlog
 
 from schemas.errors import LogUnavailable
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.programs import ACCESS
 from schemas.retention import Expiry, expiry_of
 from schemas.run import FIELD
 from schemas.topics import FOREVER, TOPIC_BY_EVENT, TOPIC_BY_NAME
-from streams.log.protocol import Log, Standing
+from streams.log.protocol import GroupLag, Log
 
 _EVERY_SECONDS = 5.0
 _INTEREST_SECONDS = 30.0
@@ -29,7 +29,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Group:
+class ConsumerGroup:
     """A consumer group and the stage that takes each of its topics."""
 
     program: str
@@ -38,10 +38,10 @@ class Group:
     of_field: bool
 
 
-def groups_of(run_id: str) -> tuple[Group, ...]:
+def groups_of(run_id: str) -> tuple[ConsumerGroup, ...]:
     """The groups that read for a run, in the order of the flow: its own, and those of the field."""
     return tuple(
-        Group(access.program, access.group_of(run_id), access.consumes, access.of_field)
+        ConsumerGroup(access.program, access.group_of(run_id), access.consumes, access.of_field)
         for access in ACCESS
         if access.consumes
     )
@@ -50,9 +50,9 @@ def groups_of(run_id: str) -> tuple[Group, ...]:
 class LagWatch:
     """The newest lags of the runs that somebody asks about. `lags` never blocks and may be called from any thread."""
 
-    def __init__(self, log: Log, pulse: Pulse) -> None:
+    def __init__(self, log: Log, program_metrics: ProgramMetrics) -> None:
         self._log = log
-        self._pulse = pulse
+        self._program_metrics = program_metrics
         self._asked_at: dict[str, float] = {}
         self._lags: dict[str, dict[str, int]] = {}
         self._stop = threading.Event()
@@ -77,11 +77,11 @@ class LagWatch:
             try:
                 self._look()
             except LogUnavailable as error:
-                _log.warning("lag_unknown", error=str(error))
+                _log.warning("lag_unknown", reason=str(error))
 
     def _look(self) -> None:
         of_field = lags_of(self._log, FIELD, of_field=True)
-        self._pulse.gauge("lag", sum(of_field.values()))
+        self._program_metrics.gauge("lag", sum(of_field.values()))
         since = time.monotonic() - _INTEREST_SECONDS
         wanted = [run_id for run_id, asked_at in list(self._asked_at.items()) if asked_at >= since]
         self._lags = {run_id: lags_of(self._log, run_id, of_field=False) | of_field for run_id in wanted}
@@ -96,21 +96,21 @@ def lags_of(log: Log, run_id: str, of_field: bool) -> dict[str, int]:
     for group in groups_of(run_id):
         if group.of_field != of_field:
             continue
-        for topic, standing in log.standing(group.name, list(group.stage_by_topic)).items():
+        for topic, group_lags in log.group_lags(group.name, list(group.stage_by_topic)).items():
             stage = group.stage_by_topic[topic]
-            lags[stage] = lags.get(stage, 0) + _lag(log, group, topic, standing)
+            lags[stage] = lags.get(stage, 0) + _lag(log, group, topic, group_lags)
     return lags
 
 
-def _lag(log: Log, group: Group, topic: str, standing: Standing) -> int:
+def _lag(log: Log, group: ConsumerGroup, topic: str, group_lags: GroupLag) -> int:
     """A topic that is written by transactions ends with their markers, which are no messages: nobody is behind for them."""
     if (
-        standing.lag
+        group_lags.lag
         and topic in _ENDS_WITH_MARKERS
         and log.unread(group.name, [topic])[topic].oldest_milliseconds is None
     ):
         return 0
-    return standing.lag
+    return group_lags.lag
 
 
 def expiries_of(log: Log, run_id: str, now_milliseconds: int) -> list[Expiry]:

@@ -37,7 +37,7 @@ _SUMS = f"SELECT count(), sum(CRC32(concat(toString(offset), ' ', id, ' ', body)
 _ROWS = f"SELECT offset, CRC32(concat(toString(offset), ' ', id, ' ', body)) {_STRETCH}"
 
 
-class Compared(Struct, frozen=True, kw_only=True):
+class PartitionComparison(Struct, frozen=True, kw_only=True):
     """One partition, as it was found; and, when it was mended, what that came to."""
 
     topic: str
@@ -74,7 +74,7 @@ class Scope(Struct, frozen=True, kw_only=True):
         return sql if self.run_id is None else sql + _OF_RUN
 
 
-class _Stretch:
+class _LogRange:
     """What the log has of a partition."""
 
     def __init__(self, place: Place, scope: Scope) -> None:
@@ -156,25 +156,25 @@ WHOLE_FIELD = Scope()
 
 def reconcile(
     log: Log, store: Store, await_written: Callable[[], None], repair: bool, scope: Scope = WHOLE_FIELD
-) -> list[Compared]:
+) -> list[PartitionComparison]:
     """Compares everything of the scope that is on the log now. `await_written` returns when the store has been given all of it.
 
     What the log has forgotten (by age, or because a newer value stands for it) is not held against the store."""
     before = store.next_offsets()
-    stretches = {place: _Stretch(place, scope) for place in before}
+    stretches = {place: _LogRange(place, scope) for place in before}
     reader = log.reader([topic.name for topic in TOPICS], start=scope.start)
     try:
         for delivery in _everything(reader):
             place = (delivery.address.topic, delivery.address.partition)
             row = delivery_row(delivery)
             if scope.has(row):
-                stretches.setdefault(place, _Stretch(place, scope)).add(row)
+                stretches.setdefault(place, _LogRange(place, scope)).add(row)
     finally:
         reader.close()
     await_written()
     for place, following in before.items():
         stretches[place].reach(following)
-    compared = [_compared(log, store, stretch, repair) for _, stretch in sorted(stretches.items())]
+    compared = [_compare(log, store, stretch, repair) for _, stretch in sorted(stretches.items())]
     if scope.run_id is None:
         return compared
     return [place for place in compared if place.log_events or place.store_rows]
@@ -189,12 +189,14 @@ def _everything(reader: Reader) -> Iterator[Delivery]:
         yield from reader.poll(_EVENTS_MAX, _POLL_SECONDS)
 
 
-def _compared(log: Log, store: Store, stretch: _Stretch, repair: bool) -> Compared:
+def _compare(log: Log, store: Store, stretch: _LogRange, repair: bool) -> PartitionComparison:
     ((rows, total),) = store.ask(stretch.scope.of(_SUMS), stretch.question).rows
-    seen = Compared(topic=stretch.topic, partition=stretch.partition, log_events=stretch.events, store_rows=int(rows))
+    seen = PartitionComparison(
+        topic=stretch.topic, partition=stretch.partition, log_events=stretch.events, store_rows=int(rows)
+    )
     if int(rows) == stretch.events and int(total) == stretch.checksum:
         return seen
-    mending = _Mending(store, stretch) if repair else None
+    mending = _Repair(store, stretch) if repair else None
     found = _differences(log, store, stretch, mending)
     left = found if mending is None or not found.count else _differences(log, store, stretch, None)
     return replace(
@@ -208,11 +210,11 @@ def _compared(log: Log, store: Store, stretch: _Stretch, repair: bool) -> Compar
     )
 
 
-class _Mending:
+class _Repair:
     """Puts rows right, some at a time. Rows that were removed and not yet inserted when this process is killed are missing,
     and are added by the next time."""
 
-    def __init__(self, store: Store, stretch: _Stretch) -> None:
+    def __init__(self, store: Store, stretch: _LogRange) -> None:
         self._store = store
         self._place = (stretch.topic, stretch.partition)
         self._wrong: list[Row] = []
@@ -232,7 +234,7 @@ class _Mending:
             self.removed += self._store.replace(self._place, unknown[start : start + _EVENTS_MAX], [])
 
 
-def _differences(log: Log, store: Store, stretch: _Stretch, mending: _Mending | None) -> _Differences:
+def _differences(log: Log, store: Store, stretch: _LogRange, mending: _Repair | None) -> _Differences:
     in_store: defaultdict[int, list[int]] = defaultdict(list)
     for offset, of_row in store.ask(stretch.scope.of(_ROWS), stretch.question).rows:
         in_store[int(offset)].append(int(of_row))
@@ -246,7 +248,7 @@ def _differences(log: Log, store: Store, stretch: _Stretch, mending: _Mending | 
     return found
 
 
-def _rows_of(log: Log, stretch: _Stretch) -> Iterator[Row]:
+def _rows_of(log: Log, stretch: _LogRange) -> Iterator[Row]:
     """The partition read again, as far as it was read the first time."""
     if not stretch.events:
         return

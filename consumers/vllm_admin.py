@@ -48,28 +48,28 @@ class VllmAdmin:
 
     def weight_version(self) -> str:
         """The label of the weights, as the server reports it; "default" after a start."""
-        return str(self._asked("GET", "/weight_info")["weight_version"])
+        return str(self._request("GET", "/weight_info")["weight_version"])
 
     def is_paused(self) -> bool:
-        return bool(self._asked("GET", "/is_paused")["is_paused"])
+        return bool(self._request("GET", "/is_paused")["is_paused"])
 
     def pause(self, mode: str, timeout_seconds: float) -> None:
         """Returns when no turn is under way and new ones are held back."""
-        self._asked("POST", "/pause", params={"mode": mode}, timeout=timeout_seconds)
+        self._request("POST", "/pause", params={"mode": mode}, timeout=timeout_seconds)
 
     def resume(self) -> None:
-        self._asked("POST", "/resume")
+        self._request("POST", "/resume")
 
     def reload_weights(self, folder: str) -> None:
         """Fills the model from a folder that the server can read. A failure may leave it half filled."""
-        self._asked("POST", "/collective_rpc", json={"method": RELOAD_METHOD, "kwargs": {"weights_path": folder}})
+        self._request("POST", "/collective_rpc", json={"method": RELOAD_METHOD, "kwargs": {"weights_path": folder}})
 
     def reset_prefix_cache(self) -> None:
-        if self._asked("POST", "/reset_prefix_cache").get("success") is not True:
+        if self._request("POST", "/reset_prefix_cache").get("success") is not True:
             raise ServerRefused(f"{self.url} did not reset its prefix cache: blocks are still in use")
 
     def set_weight_version(self, label: str) -> None:
-        self._asked("POST", "/update_weight_version", json={"new_version": label})
+        self._request("POST", "/update_weight_version", json={"new_version": label})
         reported = self.weight_version()
         if reported != label:
             raise ServerRefused(f"{self.url} was told weight version {label} and reports {reported}")
@@ -81,10 +81,10 @@ class VllmAdmin:
             "token_ids": list(tokens),
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
         }
-        answer = self._asked("POST", "/inference/v1/generate", json=body)
+        answer = self._request("POST", "/inference/v1/generate", json=body)
         return _logprobs_of(tokens, answer.get("prompt_logprobs") or [])
 
-    def _asked(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+    def _request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         try:
             response = self._client.request(method, path, **options)
         except httpx.HTTPError as error:

@@ -23,7 +23,7 @@ from consumers.weights_files import WeightsFolder
 from schemas.blobs import open_blobs
 from schemas.errors import ReplaygroundError
 from schemas.events import WeightsPublished
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
@@ -41,23 +41,23 @@ class ServerDied(ReplaygroundError):
     """vLLM ended by itself, or never became healthy."""
 
 
-def run(run: Run, settings: VllmSettings, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: VllmSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Waits for weights, serves until stopped. Raises ServerDied when vLLM ends by itself: whoever watches starts us again."""
     log = open_log(run)
     try:
-        pulse.detail = "waiting for the first weights"
+        program_metrics.detail = "waiting for the first weights"
         published = newest_weights(log, run, stop)
     finally:
         log.close()
     if published is None:
         return
-    pulse.gauge("version", published.version)
+    program_metrics.gauge("version", published.version)
     with tempfile.TemporaryDirectory(prefix="replayground-vllm-") as temporary:
         root = Path(settings.folder or temporary)
         folder = WeightsFolder(root, open_blobs(run))
         model = folder.unpack(published)
         folder.keep_newest(1)
-        serve(model, settings, pulse, stop)
+        serve(model, settings, program_metrics, stop)
 
 
 def newest_weights(log: Log, run: Run, stop: threading.Event) -> WeightsPublished | None:
@@ -77,7 +77,7 @@ def newest_weights(log: Log, run: Run, stop: threading.Event) -> WeightsPublishe
     return None
 
 
-def serve(model: Path, settings: VllmSettings, pulse: Pulse, stop: threading.Event) -> None:
+def serve(model: Path, settings: VllmSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Runs `vllm serve` on a model folder until stopped."""
     child = subprocess.Popen(
         command(model, settings),
@@ -90,11 +90,11 @@ def serve(model: Path, settings: VllmSettings, pulse: Pulse, stop: threading.Eve
     forwarder = threading.Thread(target=_forward, args=(child.stdout,), daemon=True)
     forwarder.start()
     try:
-        pulse.detail = "vLLM starts"
+        program_metrics.detail = "vLLM starts"
         _await_health(child, settings, stop)
-        pulse.detail = f"serving on port {settings.port}"
+        program_metrics.detail = f"serving on port {settings.port}"
         while not stop.wait(0.5):
-            _must_live(child)
+            _require_alive(child)
     finally:
         _end(child)
         forwarder.join(timeout=2.0)
@@ -146,7 +146,7 @@ def _forward(output: IO[bytes]) -> None:
         for line in output:
             text = line.decode("utf-8", "replace").rstrip()
             if text:
-                _log.info("vllm", line=text)
+                _log.info("vllm_output", line=text)
 
 
 def _await_health(child: subprocess.Popen[bytes], settings: VllmSettings, stop: threading.Event) -> None:
@@ -154,7 +154,7 @@ def _await_health(child: subprocess.Popen[bytes], settings: VllmSettings, stop: 
     deadline = time.monotonic() + settings.start_seconds_max
     try:
         while not stop.wait(0.25):
-            _must_live(child)
+            _require_alive(child)
             if admin.healthy():
                 return
             if time.monotonic() > deadline:
@@ -163,7 +163,7 @@ def _await_health(child: subprocess.Popen[bytes], settings: VllmSettings, stop: 
         admin.close()
 
 
-def _must_live(child: subprocess.Popen[bytes]) -> None:
+def _require_alive(child: subprocess.Popen[bytes]) -> None:
     code = child.poll()
     if code is not None:
         raise ServerDied(f"vLLM ended by itself with code {code}: see its lines above")

@@ -26,7 +26,7 @@ from schemas.blobs import open_blobs
 from schemas.errors import BlobDamaged, LogUnavailable, ReplaygroundError
 from schemas.events import ControlIssued, Event, Meta, Position, SnapshotTaken, WeightsLoaded, WeightsPublished
 from schemas.ids import new_id, now_microseconds
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.packed import unpack_logprobs, unpack_tokens
 from schemas.run import Run
 from streams.log.connect import open_log
@@ -81,12 +81,12 @@ class Targets(Struct, frozen=True):
         return [hold.version for hold in self.holds if hold.version < newest and hold.version not in self.published]
 
 
-def advanced(targets: Targets, event: Event, versions_kept: int = VERSIONS_KEPT) -> Targets:
+def advance(targets: Targets, event: Event, versions_kept: int = VERSIONS_KEPT) -> Targets:
     """The next state after an event; events that say nothing about weights change nothing."""
-    return _bounded(_advanced(targets, event), versions_kept)
+    return _trim(_apply(targets, event), versions_kept)
 
 
-def _bounded(targets: Targets, versions_kept: int) -> Targets:
+def _trim(targets: Targets, versions_kept: int) -> Targets:
     """Without versions that nobody will ask for, and without what was tried of them."""
     if len(targets.published) <= versions_kept and len(targets.tried) <= versions_kept:
         return targets
@@ -101,7 +101,7 @@ def _bounded(targets: Targets, versions_kept: int) -> Targets:
     )
 
 
-def _advanced(targets: Targets, event: Event) -> Targets:
+def _apply(targets: Targets, event: Event) -> Targets:
     match event:
         case WeightsPublished():
             published = {**targets.published, event.version: event}
@@ -113,19 +113,19 @@ def _advanced(targets: Targets, event: Event) -> Targets:
             holds = targets.holds if hold in targets.holds else (*targets.holds, hold)
             return Targets(targets.published, holds, targets.tried)
         case ControlIssued(command="release", version=int(version)):
-            holds = _released(targets.holds, Hold(version, event.meta.session_id))
+            holds = _release(targets.holds, Hold(version, event.meta.session_id))
             return Targets(targets.published, holds, targets.tried)
     return targets
 
 
-def _released(holds: tuple[Hold, ...], released: Hold) -> tuple[Hold, ...]:
+def _release(holds: tuple[Hold, ...], released: Hold) -> tuple[Hold, ...]:
     """Takes away the hold of the same session; a release by somebody else frees the version for all."""
     if released in holds:
         return tuple(hold for hold in holds if hold != released)
     return tuple(hold for hold in holds if hold.version != released.version)
 
 
-class Mailbox:
+class LatestTargets:
     """The newest targets, for the keepers to wait on."""
 
     def __init__(self) -> None:
@@ -154,35 +154,38 @@ class Mailbox:
             self._changed.wait_for(lambda: self._closed or self._targets.wanted() is not known, seconds)
 
 
-def run(run: Run, settings: ReloaderSettings, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: ReloaderSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Keeps the servers at the target until stopped."""
     log = open_log(run)
     try:
-        serve(log, run, settings, pulse, stop)
+        serve(log, run, settings, program_metrics, stop)
     finally:
         log.close()
 
 
-def serve(log: Log, run: Run, settings: ReloaderSettings, pulse: Pulse, stop: threading.Event) -> None:
+def serve(
+    log: Log, run: Run, settings: ReloaderSettings, program_metrics: ProgramMetrics, stop: threading.Event
+) -> None:
     """The reloader over any log."""
-    reporter = Reporter(log, run, pulse)
-    mailbox = Mailbox()
+    reporter = Reporter(log, run, program_metrics)
+    latest_targets = LatestTargets()
     with tempfile.TemporaryDirectory(prefix="replayground-weights-") as temporary:
         root = Path(settings.folder or temporary)
-        keepers = [
+        sync_threads = [
             threading.Thread(
-                target=Keeper(server, settings, _folder(root, server, run), mailbox, reporter).keep, args=(stop,)
+                target=ServerSync(server, settings, _folder(root, server, run), latest_targets, reporter).run,
+                args=(stop,),
             )
             for server in settings.servers
         ]
         try:
-            follow(log, run, settings, mailbox, keepers, reporter, stop)
+            follow(log, run, settings, latest_targets, sync_threads, reporter, stop)
         finally:
             stop.set()  # an error here must not leave keepers behind that hold the process open
-            mailbox.close()
-            for keeper in keepers:
-                if keeper.ident is not None:
-                    keeper.join()
+            latest_targets.close()
+            for sync_thread in sync_threads:
+                if sync_thread.ident is not None:
+                    sync_thread.join()
 
 
 def _folder(root: Path, server: str, run: Run) -> WeightsFolder:
@@ -194,31 +197,35 @@ def follow(
     log: Log,
     run: Run,
     settings: ReloaderSettings,
-    mailbox: Mailbox,
-    keepers: list[threading.Thread],
+    latest_targets: LatestTargets,
+    sync_threads: list[threading.Thread],
     reporter: "Reporter",
     stop: threading.Event,
 ) -> None:
     """Reads the log into the mailbox; keepers start when the past is known, or an old version would be loaded first."""
-    following = Following(log, run, settings.skipped_versions_max + 2)
+    following = TargetReader(log, run, settings.skipped_versions_max + 2)
     try:
         while not stop.is_set():
-            reporter.pulse.count("events_read", following.read())
-            if following.targets is not mailbox.get():
-                mailbox.put(following.targets)
+            reporter.program_metrics.count("events_read", following.read())
+            if following.targets is not latest_targets.get():
+                latest_targets.put(following.targets)
             if following.unsaved >= _SNAPSHOT_EVENTS:
                 reporter.append(following.snapshot())
-            if keepers and keepers[0].ident is None and following.is_caught_up():
-                for keeper in keepers:
-                    keeper.start()
-            ended = [keeper for keeper in keepers if keeper.ident is not None and not keeper.is_alive()]
+            if sync_threads and sync_threads[0].ident is None and following.is_caught_up():
+                for sync_thread in sync_threads:
+                    sync_thread.start()
+            ended = [
+                sync_thread
+                for sync_thread in sync_threads
+                if sync_thread.ident is not None and not sync_thread.is_alive()
+            ]
             if ended and not stop.is_set():
                 raise RuntimeError("a thread of the reloader ended by an error; its log line says which")
     finally:
         following.close()
 
 
-class Following:
+class TargetReader:
     """The targets as the log tells them: from the newest snapshot on, or from the start of the run."""
 
     def __init__(self, log: Log, run: Run, versions_kept: int) -> None:
@@ -238,7 +245,7 @@ class Following:
         deliveries = self._reader.poll(1000, timeout_seconds)
         for delivery in deliveries:
             if delivery.event is not None and delivery.event.meta.run_id == self._run.run_id:
-                self.targets = advanced(self.targets, delivery.event, self._versions_kept)
+                self.targets = advance(self.targets, delivery.event, self._versions_kept)
         for version in self.targets.missing():
             self._look_up(version)
         self.unsaved += len(deliveries)
@@ -265,11 +272,11 @@ class Following:
                 for delivery in reader.poll(1000, 0.2):
                     event = delivery.event
                     if isinstance(event, WeightsPublished) and _is_of(event, self._run, version):
-                        self.targets = advanced(self.targets, event, self._versions_kept)
+                        self.targets = advance(self.targets, event, self._versions_kept)
                         return
         finally:
             reader.close()
-        _log.warning("held_version_is_gone", version=version)
+        _log.warning("held_version_missing", version=version)
         holds = tuple(hold for hold in self.targets.holds if hold.version != version)
         self.targets = Targets(self.targets.published, holds, self.targets.tried)
 
@@ -281,13 +288,13 @@ def _is_of(event: WeightsPublished, run: Run, version: int) -> bool:
 class Reporter:
     """Appends WeightsLoaded events and snapshots; shared by the keepers and who follows the log."""
 
-    def __init__(self, log: Log, run: Run, pulse: Pulse) -> None:
+    def __init__(self, log: Log, run: Run, program_metrics: ProgramMetrics) -> None:
         self._log = log
         self._run = run
-        self.pulse = pulse
+        self.program_metrics = program_metrics
         self._one_at_a_time = threading.Lock()
 
-    def loaded(
+    def report_loaded(
         self, server: str, published: WeightsPublished, gap: float | None, seconds: float, refusal: str | None
     ) -> None:
         """Writes the fact and waits until the log has it."""
@@ -312,58 +319,63 @@ class Reporter:
         )
         self.append(event)
         if refusal is None:
-            self.pulse.gauge("version", published.version)
+            self.program_metrics.gauge("version", published.version)
 
     def append(self, event: Event) -> None:
         """Waits until the log has it."""
         with self._one_at_a_time:
             self._log.append(event)
             self._log.flush()
-            self.pulse.count("events_written")
+            self.program_metrics.count("events_written")
 
 
-class Keeper:
+class ServerSync:
     """Keeps one server at the target, in a thread of its own."""
 
     def __init__(
-        self, server: str, settings: ReloaderSettings, folder: WeightsFolder, mailbox: Mailbox, reporter: Reporter
+        self,
+        server: str,
+        settings: ReloaderSettings,
+        folder: WeightsFolder,
+        latest_targets: LatestTargets,
+        reporter: Reporter,
     ) -> None:
         self._admin = VllmAdmin(server, settings.request_seconds_max)
         self._server = server
         self._settings = settings
         self._folder = folder
-        self._mailbox = mailbox
+        self._latest_targets = latest_targets
         self._reporter = reporter
         self._failures = 0
         self._log = _log.bind(server=server)
 
-    def keep(self, stop: threading.Event) -> None:
+    def run(self, stop: threading.Event) -> None:
         """Until stopped: see what the server serves, bring it to the target, wait for news."""
         try:
             while not stop.is_set():
-                targets = self._mailbox.get()
-                self._mailbox.wait(targets.wanted(), self._attend(targets))
+                targets = self._latest_targets.get()
+                self._latest_targets.wait(targets.wanted(), self._sync_once(targets))
         except Exception:
-            self._log.exception("reloader_thread_failed")
+            self._log.exception("sync_thread_failed")
             raise
         finally:
             self._admin.close()
 
-    def _attend(self, targets: Targets) -> float:
+    def _sync_once(self, targets: Targets) -> float:
         """One look at the server. Returns the seconds to wait until the next."""
         wanted = targets.wanted()
         if wanted is None:
             return self._settings.poll_seconds
         try:
             if not self._serves(wanted.version):
-                self._bring(targets.skipped(self._server, self._settings.skipped_versions_max), wanted)
+                self._load_versions(targets.skipped(self._server, self._settings.skipped_versions_max), wanted)
         except ServerUnreachable as error:
             # a server that starts or restarts is no refusal: there is nobody yet who could refuse
-            self._log.info("server_unreachable", error=str(error))
+            self._log.info("server_unreachable", reason=str(error))
             return self._settings.poll_seconds
         except (ServerRefused, BlobDamaged, LogUnavailable, OSError) as error:
             self._failures += 1
-            self._log.error("weights_refused", version=wanted.version, failures=self._failures, error=str(error))
+            self._log.error("weights_refused", version=wanted.version, failures=self._failures, reason=str(error))
             return float(
                 min(self._settings.retry_seconds * 2 ** (self._failures - 1), self._settings.retry_seconds_max)
             )
@@ -374,47 +386,47 @@ class Keeper:
         """The label is given only to verified weights, so label and no pause together prove it."""
         return self._admin.weight_version() == str(version) and not self._admin.is_paused()
 
-    def _bring(self, skipped: Sequence[WeightsPublished], wanted: WeightsPublished) -> None:
+    def _load_versions(self, skipped: Sequence[WeightsPublished], wanted: WeightsPublished) -> None:
         """Loads what was passed over and then the wanted version in one pause; resumes only when that one is proven."""
-        folders = [(published, self._unpacked(published)) for published in (*skipped, wanted)]
+        folders = [(published, self._unpack(published)) for published in (*skipped, wanted)]
         folder = folders[-1][1]
         if folder is None:
             raise BlobDamaged(f"version {wanted.version} cannot be unpacked")
         began = time.monotonic()
-        self._reported(wanted, began, self._pause)
+        self._report_refusal(wanted, began, self._pause)
         for published, skipped_folder in folders[:-1]:
             if skipped_folder is not None:
-                self._try_on_the_way(published, skipped_folder)
-        gap = self._reported(wanted, began, lambda: self._load(wanted, folder))
-        self._reported(wanted, began, lambda: self._admin.set_weight_version(str(wanted.version)))
+                self._try_skipped(published, skipped_folder)
+        gap = self._report_refusal(wanted, began, lambda: self._load(wanted, folder))
+        self._report_refusal(wanted, began, lambda: self._admin.set_weight_version(str(wanted.version)))
         seconds = time.monotonic() - began
         # told before it is resumed: if telling fails, the server stays paused and all of this is done again
-        self._reporter.loaded(self._server, wanted, gap, seconds, None)
-        self._reported(wanted, began, self._admin.resume)
+        self._reporter.report_loaded(self._server, wanted, gap, seconds, None)
+        self._report_refusal(wanted, began, self._admin.resume)
         self._log.info("weights_loaded", version=wanted.version, probe_gap=gap, seconds=round(seconds, 3))
         self._folder.keep_newest(self._settings.folders_kept)
 
-    def _unpacked(self, published: WeightsPublished) -> Path | None:
+    def _unpack(self, published: WeightsPublished) -> Path | None:
         """Done before the pause, since sampling stands still in it. A damaged version is a refusal."""
         try:
             return self._folder.unpack(published)
         except BlobDamaged as error:
-            self._reporter.loaded(self._server, published, None, 0.0, str(error))
+            self._reporter.report_loaded(self._server, published, None, 0.0, str(error))
             return None
 
     def _pause(self) -> None:
         self._admin.pause(self._settings.pause_mode, self._settings.pause_seconds_max)
         self._admin.set_weight_version(UNVERIFIED)
 
-    def _try_on_the_way(self, published: WeightsPublished, folder: Path) -> None:
+    def _try_skipped(self, published: WeightsPublished, folder: Path) -> None:
         """Proves that a version that nobody will sample from can be served. A refusal is a fact and no obstacle."""
         began = time.monotonic()
         try:
             gap = self._load(published, folder)
         except ServerRefused as error:
-            self._reporter.loaded(self._server, published, None, time.monotonic() - began, str(error))
+            self._reporter.report_loaded(self._server, published, None, time.monotonic() - began, str(error))
         else:
-            self._reporter.loaded(self._server, published, gap, time.monotonic() - began, None)
+            self._reporter.report_loaded(self._server, published, gap, time.monotonic() - began, None)
 
     def _load(self, published: WeightsPublished, folder: Path) -> float:
         """Fills the paused server and proves by its own log-probabilities that it has these weights. Returns the gap."""
@@ -430,12 +442,12 @@ class Keeper:
             )
         return gap
 
-    def _reported[Result](self, wanted: WeightsPublished, began: float, action: Callable[[], Result]) -> Result:
+    def _report_refusal[Result](self, wanted: WeightsPublished, began: float, action: Callable[[], Result]) -> Result:
         """Does it; a refusal goes onto the log before it goes up. The server then stays paused: it is out."""
         try:
             return action()
         except ReplaygroundError as error:
-            self._reporter.loaded(self._server, wanted, None, time.monotonic() - began, str(error))
+            self._reporter.report_loaded(self._server, wanted, None, time.monotonic() - began, str(error))
             raise
 
 

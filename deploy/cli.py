@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.operate import commands, looking
-from deploy.options import FIELD, Field, RunArgument, SaidOnce, console
-from deploy.options import say as _say
+from deploy.operate import commands, inspection
+from deploy.options import FIELD, EchoOnce, Field, RunArgument, console
+from deploy.options import echo as _say
 from schemas.errors import BadInput, ReplaygroundError
 
 if TYPE_CHECKING:
     from deploy.local.folder import FieldFolder
-    from deploy.resolve import Resolved
-    from deploy.session import StartedRun
+    from deploy.resolve import ResolvedConfig
+    from deploy.run_lifecycle import StartedRun
 
 app = typer.Typer(
     help="A practice field for LLM agents, kept as a log.",
@@ -70,12 +70,12 @@ def run(
     from deploy.field import ensure_field
     from deploy.local.stack import terminate_on_signals
     from deploy.progress import StartProgress
-    from deploy.resolve import ask
-    from deploy.session import start_run
+    from deploy.resolve import read_request
+    from deploy.run_lifecycle import start_run
 
     _require_one(leave, detach)
     terminate_on_signals()
-    asked = ask(job or DEFAULT_CONFIG, seed)
+    asked = read_request(job or DEFAULT_CONFIG, seed)
     folder, resolved, _ = ensure_field(field, asked, lambda: StartProgress(console), _say)
     try:
         started = start_run(folder, resolved, asked, lambda: StartProgress(console), not detach, _say)
@@ -102,8 +102,8 @@ def resume(
     from deploy.field import ensure_field
     from deploy.local.stack import terminate_on_signals
     from deploy.progress import StartProgress
+    from deploy.run_lifecycle import log_of, newest_unfinished, resume_run
     from deploy.runs import find_run, list_runs
-    from deploy.session import log_of, newest_unfinished, resume_run
 
     _require_one(leave, detach)
     terminate_on_signals()
@@ -129,9 +129,9 @@ def stop(run: RunArgument = None, field: Field = FIELD) -> None:
     Examples:  replayground stop  ·  replayground stop 20260713-0915
     """
     from deploy.field import running_field
-    from deploy.operate.looking import active_run
-    from deploy.runs import list_runs, person, write_end
-    from deploy.session import log_of, stop_run
+    from deploy.operate.inspection import active_run
+    from deploy.run_lifecycle import log_of, stop_run
+    from deploy.runs import list_runs, user_name, write_end
 
     folder, resolved = running_field(field)
     with log_of(resolved) as log:
@@ -139,10 +139,10 @@ def stop(run: RunArgument = None, field: Field = FIELD) -> None:
         here = folder.run(state.run_id)
         if here.path in [running.path for running in folder.running()]:
             began = time.monotonic()
-            stop_run(here, f"stopped by {person()}", SaidOnce())
+            stop_run(here, f"stopped by {user_name()}", EchoOnce())
             _say(f"✓ {state.run_id} stopped {time.monotonic() - began:.1f} s")
-        elif looking.is_lost(folder, resolved, state):
-            write_end(log, state.run_id, state.starts, "stopped", f"its programs were gone; ended by {person()}")
+        elif inspection.is_lost(folder, resolved, state):
+            write_end(log, state.run_id, state.starts, "stopped", f"its programs were gone; ended by {user_name()}")
             _say(f"{state.run_id} had no programs any more; its end is on the log")
         else:
             raise BadInput(f"{state.run_id} runs elsewhere (started by {state.started_by}): stop it there")
@@ -165,17 +165,17 @@ def up(
     Examples:  replayground up  ·  replayground up field.toml --field /data/field
     """
     from deploy.field import mention_old_runs, prepare_field, start_field
-    from deploy.local.folder import field_folder, locked
+    from deploy.local.folder import field_folder, hold_lock
     from deploy.local.stack import terminate_on_signals
     from deploy.progress import StartProgress
-    from deploy.resolve import ask
+    from deploy.resolve import read_request
 
     terminate_on_signals()
-    asked = None if config is None else ask(config)
+    asked = None if config is None else read_request(config)
     folder = field_folder(field)
     mention_old_runs(folder, _say)
     running = f"the field in {field} is running already: `replayground status` shows it, `replayground down` stops it"
-    with locked(folder.path, running) as lock:
+    with hold_lock(folder.path, running) as lock:
         resolved = prepare_field(folder, asked)
         with StartProgress(console) as progress:
             start_field(folder, resolved, progress, lock)
@@ -191,8 +191,8 @@ def down(field: Field = FIELD) -> None:
     """
     from deploy.field import attach_field
     from deploy.local.folder import field_folder, is_locked
-    from deploy.runs import person
-    from deploy.session import stop_run
+    from deploy.run_lifecycle import stop_run
+    from deploy.runs import user_name
 
     folder = field_folder(field)
     running = folder.running()
@@ -201,17 +201,17 @@ def down(field: Field = FIELD) -> None:
         return
     began = time.monotonic()
     for run_folder in running:
-        stop_run(run_folder, f"the field was stopped by {person()}", SaidOnce())
+        stop_run(run_folder, f"the field was stopped by {user_name()}", EchoOnce())
         _say(f"✓ {run_folder.run_id} stopped; `replayground resume {run_folder.run_id}` goes on with it")
-    attach_field(folder).stop(SaidOnce())
+    attach_field(folder).stop(EchoOnce())
     _say(f"✓ stopped {time.monotonic() - began:.1f} s")
 
 
-app.command()(looking.status)
-app.command()(looking.runs)
-app.command()(looking.logs)
-app.command()(looking.sql)
-app.command()(looking.report)
+app.command()(inspection.status)
+app.command()(inspection.runs)
+app.command()(inspection.logs)
+app.command()(inspection.sql)
+app.command()(inspection.report)
 app.command()(commands.tail)
 app.command()(commands.lag)
 app.command()(commands.acls)
@@ -269,11 +269,11 @@ def _require_one(leave: bool, detach: bool) -> None:
         raise BadInput("--exit waits for the end of the run and --detach does not: give one of them")
 
 
-def _show(folder: "FieldFolder", field: "Resolved", run: "StartedRun", leave: bool, detach: bool) -> None:
+def _show(folder: "FieldFolder", field: "ResolvedConfig", run: "StartedRun", leave: bool, detach: bool) -> None:
     """Shows a run until it has ended. Raises what it failed with."""
     from deploy.live import view_for
-    from deploy.runs import person
-    from deploy.session import follow, stop_run
+    from deploy.run_lifecycle import follow, stop_run
+    from deploy.runs import user_name
 
     run_id = run.resolved.run_id
     if detach:
@@ -283,20 +283,20 @@ def _show(folder: "FieldFolder", field: "Resolved", run: "StartedRun", leave: bo
     try:
         with view_for(console, run_id, field.page_url) as view:
             follow(run, view)
-        _tell_end(field, run)
+        _report_end(field, run)
     except KeyboardInterrupt:
         _say("draining; Ctrl-C again kills what is left")
-        stop_run(run.folder, f"stopped by {person()}", SaidOnce(), run.stack)
+        stop_run(run.folder, f"stopped by {user_name()}", EchoOnce(), run.stack)
         _say(f"{run_id} is stopped; `replayground resume {run_id}` goes on with it")
         raise
     finally:
         _leave_field(folder, field, leave)
 
 
-def _tell_end(field: "Resolved", run: "StartedRun") -> None:
+def _report_end(field: "ResolvedConfig", run: "StartedRun") -> None:
     """Says how a run ended, as the log has it. Raises BadInput or StackFailed when it did not finish."""
     from deploy.local.stack import StackFailed
-    from deploy.session import closing_text, end_of_start
+    from deploy.run_lifecycle import closing_text, end_of_start
 
     run_id = run.resolved.run_id
     end = end_of_start(field, run)
@@ -312,7 +312,7 @@ def _tell_end(field: "Resolved", run: "StartedRun") -> None:
     raise StackFailed(f"{run_id} was stopped: {end.detail}; `replayground resume {run_id}` goes on with it")
 
 
-def _leave_field(folder: "FieldFolder", field: "Resolved", leave: bool) -> None:
+def _leave_field(folder: "FieldFolder", field: "ResolvedConfig", leave: bool) -> None:
     """Stops the field when that was asked for and no other run needs it; says what stays up."""
     from deploy.field import attach_field
 
@@ -322,7 +322,7 @@ def _leave_field(folder: "FieldFolder", field: "Resolved", leave: bool) -> None:
     elif others:
         _say(f"the field stays up, since other runs are active on it: {', '.join(others)}")
     else:
-        attach_field(folder).stop(SaidOnce())
+        attach_field(folder).stop(EchoOnce())
         _say("✓ the field is stopped")
 
 

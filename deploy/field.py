@@ -19,8 +19,8 @@ from deploy.local.folder import (
     FieldFolder,
     create_field_folder,
     field_folder,
+    hold_lock,
     is_locked,
-    locked,
     old_runs,
     require_disk,
     take_lock,
@@ -28,36 +28,36 @@ from deploy.local.folder import (
 from deploy.local.kafka import Broker
 from deploy.local.registry import SchemaRegistry
 from deploy.local.stack import (
-    Addresses,
-    Member,
-    Plan,
-    Progress,
+    LogAddresses,
+    ProgressListener,
     RunningStack,
-    Silent,
+    SilentProgress,
     StackFailed,
+    StackPlan,
+    StackProgram,
     forget_start,
     has_started,
     start,
 )
-from deploy.local.supervisor import Supervised
-from deploy.page import Page
+from deploy.local.supervisor import SupervisedProgram
 from deploy.programs import PROGRAMS_OF_FIELD, Program
-from deploy.resolve import Asked, Resolved, connectable, load, require_agreement, resolve_field, save
+from deploy.resolve import RequestedConfig, ResolvedConfig, connectable, load, require_agreement, resolve_field, save
+from deploy.traces_client import TracesClient
 from schemas.errors import BadInput
 
 _START_SECONDS_MAX = 300.0
 _LOOK_SECONDS = 0.2
-_NOTHING_ASKED = Asked(source="the default field", raw={})
+_NOTHING_ASKED = RequestedConfig(source="the default field", raw={})
 # no hub is asked: a run must not depend on a network that may not be there
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 OLD_RUNS = Path("runs")
 "where runs were kept before fields"
 
 type Say = Callable[[str], None]
-type ShowProgress = Callable[[], AbstractContextManager[Progress]]
+type ShowProgress = Callable[[], AbstractContextManager[ProgressListener]]
 
 
-def prepare_field(folder: FieldFolder, asked: Asked | None) -> Resolved:
+def prepare_field(folder: FieldFolder, asked: RequestedConfig | None) -> ResolvedConfig:
     """The addresses of the next start. The lock must be held. Without `asked`, as it was asked for before.
     Raises BadInput."""
     forget_start(folder)  # or whoever waits for this start would take the one before for it
@@ -69,7 +69,7 @@ def prepare_field(folder: FieldFolder, asked: Asked | None) -> Resolved:
 
 
 def start_field(
-    folder: FieldFolder, resolved: Resolved, progress: Progress, lock: int, *, foreground: bool = False
+    folder: FieldFolder, resolved: ResolvedConfig, progress: ProgressListener, lock: int, *, foreground: bool = False
 ) -> RunningStack:
     """Starts broker, registry and traces, and returns when all are healthy and the page answers. Raises BadInput,
     StackFailed."""
@@ -85,7 +85,7 @@ def start_field(
     return stack
 
 
-def plan_of_field(folder: FieldFolder, resolved: Resolved) -> Plan:
+def plan_of_field(folder: FieldFolder, resolved: ResolvedConfig) -> StackPlan:
     """The stack of a field."""
     broker = registry = None
     ports, local = resolved.ports, resolved.config.local
@@ -99,9 +99,9 @@ def plan_of_field(folder: FieldFolder, resolved: Resolved) -> Plan:
             ports["local.registry_management_port"],
             local.registry_heap_mebibytes,
         )
-    return Plan(
+    return StackPlan(
         folder=folder,
-        addresses=Addresses(resolved.log, resolved.blobs_url) if resolved.has_log else None,
+        addresses=LogAddresses(resolved.log, resolved.blobs_url) if resolved.has_log else None,
         broker=broker,
         registry=registry,
         members=[member_of(program, resolved) for program in PROGRAMS_OF_FIELD],
@@ -110,11 +110,11 @@ def plan_of_field(folder: FieldFolder, resolved: Resolved) -> Plan:
     )
 
 
-def member_of(program: Program, resolved: Resolved) -> Member:
+def member_of(program: Program, resolved: ResolvedConfig) -> StackProgram:
     command = [sys.executable, "-m", "deploy.cli", "serve", program.name]
-    supervised = Supervised(program.name, command, stop_seconds_max=program.stop_seconds_max)
+    supervised = SupervisedProgram(program.name, command, stop_seconds_max=program.stop_seconds_max)
     health = f"{connectable(resolved.config.harness.bind)}:{resolved.health_ports[program.name]}"
-    return Member(supervised, health, program.stop_wave)
+    return StackProgram(supervised, health, program.stop_wave)
 
 
 def attach_field(folder: FieldFolder) -> RunningStack:
@@ -130,7 +130,7 @@ def existing_field(path: Path) -> FieldFolder:
     return folder
 
 
-def running_field(path: Path) -> tuple[FieldFolder, Resolved]:
+def running_field(path: Path) -> tuple[FieldFolder, ResolvedConfig]:
     """A field that is up. Raises BadInput."""
     folder = existing_field(path)
     if not is_locked(folder.path):
@@ -139,14 +139,14 @@ def running_field(path: Path) -> tuple[FieldFolder, Resolved]:
 
 
 def ensure_field(
-    path: Path, asked: Asked | None, progress: ShowProgress, say: Say
-) -> tuple[FieldFolder, Resolved, bool]:
+    path: Path, asked: RequestedConfig | None, progress: ShowProgress, echo: Say
+) -> tuple[FieldFolder, ResolvedConfig, bool]:
     """The field at this path, started in the background if it is not running; True when it was started by this call.
 
     `asked` may say something about the field: a new one is made from it, an existing one must agree.
     Raises BadInput, StackFailed."""
     folder = field_folder(path)
-    mention_old_runs(folder, say)
+    mention_old_runs(folder, echo)
     if folder.exists and asked is not None:
         require_agreement(asked, load(folder))
     lock = take_lock(folder.path)
@@ -154,7 +154,7 @@ def ensure_field(
         return folder, _with_log(wait_until_started(folder)), False
     try:
         resolved = prepare_field(folder, None if folder.exists else asked)
-        say(f"the field in {path} is not running: starting it")
+        echo(f"the field in {path} is not running: starting it")
         with progress() as shown:
             start_field(folder, resolved, shown, lock)
     finally:
@@ -162,7 +162,7 @@ def ensure_field(
     return folder, resolved, True
 
 
-def wait_until_started(folder: FieldFolder) -> Resolved:
+def wait_until_started(folder: FieldFolder) -> ResolvedConfig:
     """Returns when a field that somebody else starts is up; at once when it is. Raises BadInput, StackFailed."""
     until = time.monotonic() + _START_SECONDS_MAX
     while not has_started(folder):
@@ -175,7 +175,7 @@ def wait_until_started(folder: FieldFolder) -> Resolved:
 
 
 @contextmanager
-def open_field(path: Path, say: Say, *, needs_log: bool = True) -> Iterator[tuple[FieldFolder, Resolved]]:
+def open_field(path: Path, echo: Say, *, needs_log: bool = True) -> Iterator[tuple[FieldFolder, ResolvedConfig]]:
     """The field that runs; or one that is started for the time of the block and leaves nothing running. Without
     `needs_log`, its trace store alone is started. Raises BadInput, StackFailed."""
     folder = existing_field(path)
@@ -183,24 +183,24 @@ def open_field(path: Path, say: Say, *, needs_log: bool = True) -> Iterator[tupl
         resolved = wait_until_started(folder)
         yield folder, _with_log(resolved) if needs_log else resolved
         return
-    with locked(folder.path, f"the field in {path} is being started by somebody else: try again") as lock:
+    with hold_lock(folder.path, f"the field in {path} is being started by somebody else: try again") as lock:
         resolved = prepare_field(folder, None)
         if not needs_log:
             resolved = _without_log(resolved)
         what = "all of it" if needs_log else "its trace store alone"
-        say(f"the field in {path} is not running: starting {what} for this command")
-        stack = start_field(folder, resolved, Silent(), lock, foreground=True)
+        echo(f"the field in {path} is not running: starting {what} for this command")
+        stack = start_field(folder, resolved, SilentProgress(), lock, foreground=True)
         try:
             yield folder, resolved
         finally:
             stack.stop()
-            say("the field is stopped again")
+            echo("the field is stopped again")
 
 
-def _await_page(stack: RunningStack, resolved: Resolved) -> None:
+def _await_page(stack: RunningStack, resolved: ResolvedConfig) -> None:
     """The traces program is healthy before it has opened its store. Raises BadInput, StackFailed."""
     until = time.monotonic() + _START_SECONDS_MAX
-    while Page(resolved.page_url).runs() is None:
+    while TracesClient(resolved.page_url).runs() is None:
         stack.require_healthy()
         if time.monotonic() > until:
             raise StackFailed(
@@ -209,29 +209,29 @@ def _await_page(stack: RunningStack, resolved: Resolved) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _with_log(resolved: Resolved) -> Resolved:
+def _with_log(resolved: ResolvedConfig) -> ResolvedConfig:
     """Raises BadInput for a field of which another command has started the trace store alone."""
     if not resolved.has_log:
         raise BadInput("another command has the trace store of this field open: try again when it has answered")
     return resolved
 
 
-def _without_log(resolved: Resolved) -> Resolved:
+def _without_log(resolved: ResolvedConfig) -> ResolvedConfig:
     traces = msgspec.structs.replace(resolved.config.traces, follow=False)
     return msgspec.structs.replace(resolved, config=msgspec.structs.replace(resolved.config, traces=traces))
 
 
-def mention_old_runs(folder: FieldFolder, say: Say) -> None:
+def mention_old_runs(folder: FieldFolder, echo: Say) -> None:
     """Nobody should look for runs of an older release in a field that does not have them."""
     old = [] if folder.exists else old_runs(OLD_RUNS)
     if old:
-        say(
+        echo(
             f"note: {OLD_RUNS}/ holds {len(old)} runs of an older release; they stay as they are and are no part of the new "
             "field: read them with the release that wrote them"
         )
 
 
-def _require_same_log(asked: Asked, before: Resolved) -> None:
+def _require_same_log(asked: RequestedConfig, before: ResolvedConfig) -> None:
     """A field is its log: another one needs another folder, or the trace store would mix two logs."""
     now = resolve_log(asked)
     then = resolve_log(before.asked)
@@ -241,7 +241,7 @@ def _require_same_log(asked: Asked, before: Resolved) -> None:
         )
 
 
-def resolve_log(asked: Asked) -> str:
+def resolve_log(asked: RequestedConfig) -> str:
     """Which log a config names, for comparing and for people. The same cluster may have other addresses."""
     log = asked.raw.get("log", {})
     where = "a cluster elsewhere" if log.get("bootstrap_servers") else "on this machine"

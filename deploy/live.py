@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.local.supervisor import ProgramState
-from deploy.page import Overview
+from deploy.traces_client import Overview
 
 
 class View(Protocol):

@@ -17,10 +17,10 @@ import structlog
 
 from deploy.local.folder import RunFolder
 from deploy.local.supervisor import TAKEN_OVER
-from deploy.page import Page
-from deploy.resolve import Resolved, load
+from deploy.resolve import ResolvedConfig, load
+from deploy.run_lifecycle import RestartCount, attach_run, conclude
 from deploy.runs import write_end
-from deploy.session import RestartCount, attach_run, conclude
+from deploy.traces_client import TracesClient
 from schemas.errors import BadInput, LogUnavailable, ReplaygroundError
 from schemas.events import EndReason, RunResumed
 from streams.log.connect import open_log
@@ -34,7 +34,7 @@ _FACTS_MAX = 1000
 
 
 @dataclass(frozen=True)
-class End:
+class RunEnd:
     """How a start of a run ended."""
 
     reason: EndReason
@@ -44,11 +44,11 @@ class End:
 class Monitor:
     """Watches one start of a run until it ends."""
 
-    def __init__(self, folder: RunFolder, resolved: Resolved) -> None:
+    def __init__(self, folder: RunFolder, resolved: ResolvedConfig) -> None:
         self._folder = folder
         self._resolved = resolved
         self._stack = attach_run(folder)
-        self._page = Page(resolved.page_url, resolved.run_id)
+        self._page = TracesClient(resolved.page_url, resolved.run_id)
         self._counted = RestartCount()
         self._log: KafkaLog = open_log(resolved.run_of("monitor"))
         self._facts: Reader | None = None
@@ -60,24 +60,24 @@ class Monitor:
             if end is not None:
                 self._finish(end)
                 return
-        self._write(self._end_when_told())
+        self._write(self._await_stop())
 
-    def _end(self) -> End | None:
+    def _end(self) -> RunEnd | None:
         """How the run has ended, if it has."""
         states = self._stack.states()
         # first: whatever else goes wrong here may be the work of the newer start
         exited = any(state.state == "EXITED" and state.exit_code == TAKEN_OVER for state in states.values())
         if exited or self._is_taken_over():
-            return self._taken_over()
+            return self._takeover_end()
         try:
             self._stack.require_healthy()
             self._counted.look(states)
             self._counted.require_at_most(self._resolved.config.harness.restarts_max, self._stack)
         except ReplaygroundError as error:
-            return End("failed", str(error))
+            return RunEnd("failed", str(error))
         overview = self._page.overview()
         if overview is not None and overview.finished:
-            return End("finished", "all steps and evaluations are done")
+            return RunEnd("finished", "all steps and evaluations are done")
         return None
 
     def _is_taken_over(self) -> bool:
@@ -87,61 +87,61 @@ class Monitor:
                 self._facts = self._log.reader(["runs"], start=self._resolved.positions)
             facts = [delivery.event for delivery in self._facts.poll(_FACTS_MAX, 0.05)]
         except LogUnavailable as error:
-            logger.warning("the log was not read", reason=str(error))
+            logger.warning("log_unavailable", reason=str(error))
             return False
         return any(isinstance(fact, RunResumed) and self._is_newer(fact) for fact in facts)
 
     def _is_newer(self, fact: RunResumed) -> bool:
         return fact.meta.run_id == self._resolved.run_id and fact.start > self._resolved.start_number
 
-    def _taken_over(self) -> End:
-        return End("taken_over", f"start {self._resolved.start_number} gave way to a newer start of the run")
+    def _takeover_end(self) -> RunEnd:
+        return RunEnd("taken_over", f"start {self._resolved.start_number} gave way to a newer start of the run")
 
-    def _end_when_told(self) -> End:
+    def _await_stop(self) -> RunEnd:
         """Somebody stops the stack: the guard, about the disk, or a person."""
         reason = self._stack.reason()
         if reason is not None:
-            return End("failed", reason)
-        return End("stopped", self._stack.stopping() or "its programs were told to stop")
+            return RunEnd("failed", reason)
+        return RunEnd("stopped", self._stack.stopping() or "its programs were told to stop")
 
-    def _finish(self, end: End) -> None:
+    def _finish(self, end: RunEnd) -> None:
         """Drains, writes, and stops the stack, which this process belongs to."""
-        logger.info("run ends", reason=end.reason, detail=end.detail)
+        logger.info("run_ending", ended_by=end.reason, reason=end.detail)
         self._stack.drain(lambda line: None)
         self._write(end)
         if end.reason == "finished":
             self._conclude()
         self._stack.end()
 
-    def _write(self, end: End) -> None:
+    def _write(self, end: RunEnd) -> None:
         try:
             write_end(self._log, self._resolved.run_id, self._resolved.start_number, end.reason, end.detail)
         except LogUnavailable as error:  # the run counts as lost then, and can be resumed
-            logger.error("the end of the run is not on the log", reason=str(error))
+            logger.error("run_end_not_written", reason=str(error))
 
     def _conclude(self) -> None:
         try:
             conclude(self._folder, self._resolved.page_url, self._resolved.run_id)
         except ReplaygroundError as error:
-            logger.error("no report", reason=str(error), do="replayground report")
+            logger.error("report_failed", reason=str(error), remedy="replayground report")
 
 
 def monitor(folder: RunFolder) -> int:
     """The process: watches until the run has ended or the supervisor stops it. Returns the exit code."""
     from deploy.serve import configure_logs
 
-    configure_logs("monitor")
+    configure_logs("monitor", folder.run_id)
     stop = threading.Event()
 
-    def told(signal_number: int, frame: FrameType | None) -> None:
+    def on_signal(signal_number: int, frame: FrameType | None) -> None:
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told)
+        signal.signal(number, on_signal)
     try:
         watched = Monitor(folder, load(folder))
     except BadInput as error:
-        logger.error("no run to watch", reason=str(error))
+        logger.error("run_not_found", reason=str(error))
         return 2
     watched.watch_until(stop)
     stop.wait()  # the stack is being ended, and this process with it

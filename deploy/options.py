@@ -18,17 +18,17 @@ RunOption = Annotated[str | None, typer.Option("--run", help="A run of the field
 RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Id of a run; its beginning is enough.")]
 
 
-def say(text: str) -> None:
+def echo(text: str) -> None:
     """Prints text as it is: no markup, no colours of its own, no line breaks put in."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def say_aside(text: str) -> None:
+def echo_error(text: str) -> None:
     """Prints to stderr, so that what a command answers can be read by programs."""
     print(text, file=sys.stderr, flush=True)
 
 
-class SaidOnce:
+class EchoOnce:
     """Prints each line once, however often it is told."""
 
     def __init__(self) -> None:
@@ -37,4 +37,4 @@ class SaidOnce:
     def __call__(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            say(line)
+            echo(line)

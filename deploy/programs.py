@@ -1,7 +1,7 @@
 """The process map: every program, in the order of the flow, and the function that runs it. What each reads and writes on the
 log is declared in schemas.programs under the same names.
 
-    run(run: Run, settings: <its section of the config>, pulse: Pulse, stop: threading.Event) -> None
+    run(run: Run, settings: <its section of the config>, pulse: ProgramMetrics, stop: threading.Event) -> None
 
 Modules are imported when a program is served, not before: `replayground --help` needs no torch.
 """
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 
-RunFunction = Callable[[Run, Any, Pulse, threading.Event], None]
+RunFunction = Callable[[Run, Any, ProgramMetrics, threading.Event], None]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from schemas.run import FIELD, LogSettings, Run
 _LOOPBACK = "127.0.0.1"
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class RequestedConfig(Struct, frozen=True, kw_only=True):
     """What a person asked for."""
 
     source: str
@@ -42,12 +42,12 @@ class Asked(Struct, frozen=True, kw_only=True):
         return {name: section for name, section in self.raw.items() if name not in FIELD_SECTIONS}
 
 
-class Resolved(Struct, frozen=True, kw_only=True):
+class ResolvedConfig(Struct, frozen=True, kw_only=True):
     """One start of a field or of a run."""
 
     run_id: str
     "schemas.run.FIELD for the field"
-    asked: Asked
+    asked: RequestedConfig
     "with the sections of the field alone, or those of the run alone"
     config: Config
     "what was asked, with every address and folder filled in"
@@ -91,15 +91,15 @@ class Resolved(Struct, frozen=True, kw_only=True):
         return not self.config.log.bootstrap_servers
 
 
-def ask(source: Path, seed: int = 0) -> Asked:
+def read_request(source: Path, seed: int = 0) -> RequestedConfig:
     """Reads and checks a config file. Raises BadInput."""
     raw = read_toml(source)
     config = parse_config(raw, source)
     _require_no_secret(config, source)
-    return Asked(source=str(source), raw=raw, seed=seed)
+    return RequestedConfig(source=str(source), raw=raw, seed=seed)
 
 
-def resolve_field(folder: FieldFolder, asked: Asked, before: Resolved | None = None) -> Resolved:
+def resolve_field(folder: FieldFolder, asked: RequestedConfig, before: ResolvedConfig | None = None) -> ResolvedConfig:
     """Chooses ports and fills in addresses and folders of a field. Nothing is made. Raises BadInput."""
     raw = asked.of_field
     config = parse_config(raw, Path(asked.source))
@@ -107,12 +107,12 @@ def resolve_field(folder: FieldFolder, asked: Asked, before: Resolved | None = N
     if not config.log.bootstrap_servers:
         names = ("kafka_port", "controller_port", "registry_port", "registry_management_port")
         wanted |= {f"local.{name}": getattr(config.local, name) for name in names}
-    ports = choose_ports(_preferring(wanted, before.ports if before else {}))
+    ports = choose_ports(_prefer_previous(wanted, before.ports if before else {}))
     traces = {"dsn": f"chdb://{folder.path / 'traces'}"} | raw.get("traces", {}) | {"port": ports["traces.port"]}
     # the traces program's /healthz listens where its page does
     harness = {"bind": config.traces.bind}
     config = parse_config(raw | {"traces": traces, "harness": harness}, Path(asked.source))
-    return Resolved(
+    return ResolvedConfig(
         run_id=FIELD,
         asked=msgspec.structs.replace(asked, raw=raw),
         config=config,
@@ -126,15 +126,15 @@ def resolve_field(folder: FieldFolder, asked: Asked, before: Resolved | None = N
 
 
 def resolve_run(
-    folder: RunFolder, field: Resolved, asked: Asked, positions: tuple[Position, ...], start_number: int
-) -> Resolved:
+    folder: RunFolder, field: ResolvedConfig, asked: RequestedConfig, positions: tuple[Position, ...], start_number: int
+) -> ResolvedConfig:
     """Chooses ports and fills in addresses and folders of a run on a field. Nothing is made. Raises BadInput."""
     raw = asked.of_run
     ports = choose_ports({"vllm.port": raw.get("vllm", {}).get("port", 0), **_health_ports(PROGRAMS_OF_RUN)})
-    return Resolved(
+    return ResolvedConfig(
         run_id=folder.run_id,
         asked=msgspec.structs.replace(asked, raw=raw),
-        config=parse_config(_filled(raw, ports, folder), Path(asked.source)),
+        config=parse_config(_fill(raw, ports, folder), Path(asked.source)),
         log=field.log,
         blobs_url=field.blobs_url,
         blobs_also_read=field.blobs_also_read,
@@ -146,7 +146,7 @@ def resolve_run(
     )
 
 
-def config_for_log(asked: Asked) -> str:
+def config_for_log(asked: RequestedConfig) -> str:
     """The config of a run as JSON for RunStarted: every default filled in, and nothing that belongs to the field or to this
     machine. Addresses of servers stay when a person set them."""
     filled: dict[str, Any] = msgspec.to_builtins(parse_config(asked.of_run, Path(asked.source)))
@@ -164,7 +164,7 @@ _OF_THE_MACHINE = (("vllm", "port"), ("vllm", "folder"), ("reloader", "folder"),
 _SERVERS = (("reloader", "servers"), ("rollouts", "servers"))
 
 
-def require_agreement(asked: Asked, field: Resolved) -> None:
+def require_agreement(asked: RequestedConfig, field: ResolvedConfig) -> None:
     """Raises BadInput when a job file says something about the field that is not so."""
     ours = parse_config(asked.of_field, Path(asked.source))
     theirs = parse_config(field.asked.raw, Path(field.asked.source))
@@ -189,19 +189,19 @@ def connectable(bind: str) -> str:
     return _LOOPBACK if bind in ("", "0.0.0.0", "::") else bind
 
 
-def save(folder: FieldFolder | RunFolder, resolved: Resolved) -> None:
+def save(folder: FieldFolder | RunFolder, resolved: ResolvedConfig) -> None:
     """Writes field.json or run.json. The folder must exist."""
     write_whole(folder.file, msgspec.json.format(msgspec.json.encode(resolved)).decode() + "\n")
 
 
-def load(folder: FieldFolder | RunFolder) -> Resolved:
+def load(folder: FieldFolder | RunFolder) -> ResolvedConfig:
     """What the last start came to. Raises BadInput."""
     return load_file(folder.file)
 
 
-def load_file(path: Path) -> Resolved:
+def load_file(path: Path) -> ResolvedConfig:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Resolved)
+        return msgspec.json.decode(path.read_bytes(), type=ResolvedConfig)
     except (OSError, msgspec.MsgspecError) as error:
         raise BadInput(f"{path} is no file of a field or a run: {error}") from error
 
@@ -216,7 +216,7 @@ def _log_settings(asked: LogSettings, ports: dict[str, int]) -> LogSettings:
     )
 
 
-def _filled(raw: dict[str, Any], ports: dict[str, int], folder: RunFolder) -> dict[str, Any]:
+def _fill(raw: dict[str, Any], ports: dict[str, int], folder: RunFolder) -> dict[str, Any]:
     """The config with what only the local stack can know; what a person set stays as it was set."""
     server = f"http://{_LOOPBACK}:{ports['vllm.port']}"
     known: dict[str, dict[str, Any]] = {
@@ -231,7 +231,7 @@ def _filled(raw: dict[str, Any], ports: dict[str, int], folder: RunFolder) -> di
     return copy.deepcopy(filled)
 
 
-def _preferring(wanted: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+def _prefer_previous(wanted: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     """For "any port" the one of the last start, if it is free: addresses that people wrote down stay true."""
     kept = {name: before[name] for name, port in wanted.items() if port == 0 and name in before}
     return wanted | {name: port for name, port in kept.items() if is_free(port)}

@@ -50,7 +50,7 @@ def end_positions(log: Log) -> list[Position]:
     return log.end_positions([topic.name for topic in TOPICS])
 
 
-def started(
+def started_event(
     run_id: str,
     kind: RunKind,
     config: str,
@@ -69,7 +69,7 @@ def started(
         code_version=code_version,
         packages=packages,
         positions=positions,
-        started_by=person(),
+        started_by=user_name(),
     )
 
 
@@ -89,7 +89,7 @@ def write_resume(log: Log, run_id: str, code_version: str, packages: dict[str, s
     for _ in range(_TRIES_MAX):
         number = list_runs(log)[run_id].starts + 1
         event = RunResumed(
-            meta=_meta(run_id), start=number, code_version=code_version, packages=packages, started_by=person()
+            meta=_meta(run_id), start=number, code_version=code_version, packages=packages, started_by=user_name()
         )
         _write(log, event)
         state = list_runs(log)[run_id]
@@ -113,7 +113,7 @@ def end_of(log: Log, run_id: str, start_number: int) -> RunEnded | None:
     return None
 
 
-def person() -> str:
+def user_name() -> str:
     """Who asks, as user@machine."""
     try:
         user = getpass.getuser()

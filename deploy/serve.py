@@ -36,11 +36,11 @@ from consumers.lag_watch import expiries_of
 from deploy.config import HarnessSettings
 from deploy.local.supervisor import TAKEN_OVER
 from deploy.programs import Program
-from deploy.resolve import Resolved, connectable
+from deploy.resolve import ResolvedConfig, connectable
 from schemas.errors import BadInput, LogUnavailable, TakenOver
 from schemas.events import Meta, WorkerSeen
 from schemas.ids import new_id, now_microseconds
-from schemas.metrics import FIGURES, Pulse
+from schemas.metrics import FIGURES, ProgramMetrics
 from schemas.run import Run
 from schemas.secrets import read_secret
 from streams.log.connect import open_log
@@ -48,37 +48,40 @@ from streams.log.protocol import Log
 
 logger = structlog.get_logger()
 
+_EXTRA_FIELDS = ("attempt", "cgroup", "file", "jail", "owner", "provider", "reason", "sandbox", "session", "tool")
+"fields that sandboxes pass as `extra`; those of other libraries are left out, since they may hold anything"
+
 _HEARTBEAT_FLUSH_SECONDS = 5.0
 
 
-def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) -> int:
+def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: Path) -> int:
     """Runs a program until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input, 3 its run was resumed
     elsewhere, so that it must not be started again.
 
     What is wrong with an input is also written to reason_file: starting again would not help, so whoever watches the
     stack ends it.
     """
-    configure_logs(program.name)
     run = resolved.run_of(worker, program.name)
+    configure_logs(program.name, run.run_id)
     harness = Harness(program.name, run, resolved.config.harness, program.ends_when_stalled)
     harness.stop_on_signals()
     try:
         # before the health port opens: a program that cannot be imported must not look alive for a moment
         run_function = program.load()
-        logger.info("started", run_id=harness.run.run_id, worker=worker)
+        logger.info("started", worker=worker)
         with (
             harness.health_page(resolved.health_ports[program.name], is_first=worker == program.name),
             harness.heartbeat() if resolved.has_log else nullcontext(),
         ):
-            run_function(harness.run, settings_of(program, resolved), harness.pulse, harness.stop)
+            run_function(harness.run, settings_of(program, resolved), harness.program_metrics, harness.stop)
             harness.wait_for_stop()
         logger.info("drained")
     except BadInput as error:
         print(error, file=sys.stderr, flush=True)
-        _tell(reason_file, str(error))
+        _write_reason(reason_file, str(error))
         return 2
     except TakenOver as error:
-        logger.info("taken over", reason=str(error))
+        logger.info("taken_over", reason=str(error))
         return TAKEN_OVER
     except Exception:  # the last line of defence: told with its traceback, and the supervisor starts us again
         logger.exception("crashed")
@@ -86,7 +89,7 @@ def serve(program: Program, resolved: Resolved, worker: str, reason_file: Path) 
     return 0
 
 
-def settings_of(program: Program, resolved: Resolved) -> Any:
+def settings_of(program: Program, resolved: ResolvedConfig) -> Any:
     """The section of the config that belongs to a program, with the secrets that it refers to, which no file has.
     Raises BadInput."""
     settings = getattr(resolved.config, program.name)
@@ -104,17 +107,22 @@ def _with_password(dsn: str) -> str:
     return dsn.replace(f":{reference}@", f":{quote(password, safe='')}@", 1)
 
 
-def _tell(reason_file: Path, reason: str) -> None:
+def _write_reason(reason_file: Path, reason: str) -> None:
     try:
         reason_file.write_text(f"{reason}\n")
     except OSError as error:  # on a folder that is only mounted for reading the log has to do
-        logger.warning("the reason could not be left for others", file=str(reason_file), error=str(error))
+        logger.warning("reason_file_not_written", file=str(reason_file), reason=str(error))
 
 
-def configure_logs(program: str) -> None:
-    """structlog as JSON on stderr; what libraries log by the standard library comes out the same way."""
+def configure_logs(program: str, run_id: str) -> None:
+    """structlog as JSON on stderr; records of the standard library, which sandboxes use, are rendered the same way."""
+
+    def add_constant_fields(_: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+        # not contextvars: a new thread starts with an empty context, so its lines would lack the fields
+        return {"program": program, "run_id": run_id} | event
+
     shared: list[Any] = [
-        structlog.contextvars.merge_contextvars,
+        add_constant_fields,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
@@ -124,13 +132,16 @@ def configure_logs(program: str) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    structlog.contextvars.bind_contextvars(program=program)
     renderer: list[Any] = [
         structlog.stdlib.ProcessorFormatter.remove_processors_meta,
         structlog.processors.JSONRenderer(),
     ]
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=renderer))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(_EXTRA_FIELDS), *shared], processors=renderer
+        )
+    )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
 
 
@@ -170,14 +181,14 @@ class RetentionWatch:
         for place in alarming.keys() - self._alarming:
             expiry = alarming[place]
             logger.error(
-                "unread messages expire",
+                "unread_messages_expiring",
                 group=expiry.group,
                 topic=expiry.topic,
                 seconds_left=expiry.seconds_left,
                 expired=expiry.expired,
             )
         for group, topic in self._alarming - alarming.keys():
-            logger.info("nothing unread expires any more", group=group, topic=topic)
+            logger.info("unread_messages_safe", group=group, topic=topic)
         self._alarming = set(alarming)
 
 
@@ -188,7 +199,7 @@ class Harness:
         self._ends_when_stalled = ends_when_stalled
         self.role = role
         self.run = run
-        self.pulse = Pulse()
+        self.program_metrics = ProgramMetrics()
         self.stop = threading.Event()
         self.stalled = False
         self._settings = settings
@@ -198,23 +209,23 @@ class Harness:
         self._usage = Usage()
 
     def stop_on_signals(self) -> None:
-        def told(signal_number: int, frame: object) -> None:
+        def on_signal(signal_number: int, frame: object) -> None:
             self.stop.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, told)
+            signal.signal(number, on_signal)
 
     def wait_for_stop(self) -> None:
         """A program that has done all its work stays, idle, until the stack ends: whoever is missing has failed."""
         if not self.stop.is_set():
-            logger.info("finished")
-            self.pulse.detail = "finished"
+            logger.info("work_finished")
+            self.program_metrics.detail = "finished"
             self.stop.wait()
 
     def figures(self) -> dict[str, float]:
         left = self._retention.seconds_left
         retention = {} if left is None else {"retention_seconds_left": left}
-        return self.pulse.figures() | self._usage.figures() | retention
+        return self.program_metrics.figures() | self._usage.figures() | retention
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
@@ -260,7 +271,7 @@ class Harness:
                 self._look_at_retention(log)
             except LogUnavailable as error:
                 # the program meets the same broker and decides for itself; a missed beat is no reason to end
-                logger.warning("heartbeat missed", reason=str(error))
+                logger.warning("heartbeat_missed", reason=str(error))
                 log.codec.close()
                 log = open_log(self.run)
         log.codec.close()  # everything was flushed, or was told to be missed
@@ -269,13 +280,16 @@ class Harness:
         stalled = self._watch.is_stalled(figures, time.monotonic())
         if stalled and not self.stalled:
             logger.error(
-                "stalled", lag=figures.get("lag"), events_read=figures.get("events_read"), doing=self.pulse.detail
+                "stalled",
+                lag=figures.get("lag"),
+                events_read=figures.get("events_read"),
+                doing=self.program_metrics.detail,
             )
             if self._ends_when_stalled:
                 # at once: what hangs may not hear a polite word, and whatever it has not committed is read again
                 os._exit(1)
         elif self.stalled and not stalled:
-            logger.info("goes on after a stall")
+            logger.info("stall_ended")
         self.stalled = stalled
 
     def _look_at_retention(self, log: Log) -> None:
@@ -292,7 +306,7 @@ class Harness:
             topic="control",
             sender=self.run.worker,
             timestamp=now_microseconds(),
-            headers={"detail": self.pulse.detail} if self.pulse.detail else {},
+            headers={"detail": self.program_metrics.detail} if self.program_metrics.detail else {},
         )
         return WorkerSeen(meta=meta, worker=self.run.worker, role=self.role, load=figures)
 
@@ -373,7 +387,7 @@ class _HealthHandler(BaseHTTPRequestHandler):
     def _health(self) -> tuple[int, bytes]:
         if self.server.harness.stalled:
             return 503, b"stalled: work is waiting and none is taken\n"
-        return 200, (self.server.harness.pulse.detail or "ok").encode() + b"\n"
+        return 200, (self.server.harness.program_metrics.detail or "ok").encode() + b"\n"
 
     def _metrics(self) -> tuple[int, bytes]:
         return 200, generate_latest(self.server.registry)

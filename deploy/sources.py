@@ -30,7 +30,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file that a run needs."""
 
     path: Path
@@ -40,20 +40,20 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredConfig:
     """The config of a run with paths of this machine, and where its files came from, one sentence for each setting."""
 
     raw: dict[str, Any]
     told: list[str]
 
 
-def files_of(raw: dict[str, Any]) -> list[Source]:
+def files_of(raw: dict[str, Any]) -> list[SourceFile]:
     """Every file that a config names, and what lies beside a module that is a file: *.py. Raises BadInput."""
     found = [source for setting in PATH_SETTINGS for source in _files_of_setting(raw, setting)]
     module = setting_at(raw, "job.module")
     if _is_file_name(module):
         beside = [path for path in sorted(Path(module).parent.glob("*.py")) if path != Path(module)]
-        found += [Source(path, path.name, None) for path in beside]
+        found += [SourceFile(path, path.name, None) for path in beside]
     return found
 
 
@@ -69,7 +69,7 @@ def store_files(blobs: Blobs, raw: dict[str, Any]) -> list[RunFile]:
     return stored
 
 
-def restore_files(blobs: Blobs, raw: dict[str, Any], files: Sequence[RunFile], folder: Path) -> Restored:
+def restore_files(blobs: Blobs, raw: dict[str, Any], files: Sequence[RunFile], folder: Path) -> RestoredConfig:
     """Points the config at the files of the run, wherever they are. Raises BadInput when one is lost."""
     raw = copy.deepcopy(raw)
     told: list[str] = []
@@ -86,7 +86,7 @@ def restore_files(blobs: Blobs, raw: dict[str, Any], files: Sequence[RunFile], f
             _extract(blobs, file, folder)
         set_setting(raw, setting, str(_restored_at(value, wanted, folder)))
         told.append(f"{setting}: from the log, since {value} is not here or has changed; now in {folder}")
-    return Restored(raw, told)
+    return RestoredConfig(raw, told)
 
 
 def code_version() -> str:
@@ -104,14 +104,14 @@ def package_versions() -> dict[str, str]:
     return {name: version for name, version in versions.items() if version is not None}
 
 
-def _files_of_setting(raw: dict[str, Any], setting: str) -> Iterator[Source]:
+def _files_of_setting(raw: dict[str, Any], setting: str) -> Iterator[SourceFile]:
     value = setting_at(raw, setting)
     if not isinstance(value, str) or not value:
         return
     if setting == "job.module" and not _is_file_name(value):
         origin = _origin_of(value)
         if origin is not None:
-            yield Source(origin, origin.name, setting)
+            yield SourceFile(origin, origin.name, setting)
         return
     path = Path(value)
     # beside the module by its name alone, so that the module finds it there; else below the name of the setting
@@ -119,10 +119,10 @@ def _files_of_setting(raw: dict[str, Any], setting: str) -> Iterator[Source]:
     is_beside = _is_file_name(module) and path.parent == Path(module).parent
     prefix = PurePosixPath() if is_beside or setting == "job.module" else PurePosixPath(setting)
     if not path.is_dir():
-        yield Source(path, str(prefix / path.name), setting)
+        yield SourceFile(path, str(prefix / path.name), setting)
         return
     for inner in sorted(inner for inner in path.rglob("*") if inner.is_file()):
-        yield Source(inner, str(prefix / path.name / inner.relative_to(path).as_posix()), setting)
+        yield SourceFile(inner, str(prefix / path.name / inner.relative_to(path).as_posix()), setting)
 
 
 def _is_file_name(module: Any) -> bool:

@@ -100,19 +100,19 @@ def only_agent(name: str, system_prompt: str) -> Agent:
 
 def system_prompt(agent: Agent, tools: Mapping[str, Tool], world: World) -> str:
     """The parts that have something to say, in their order."""
-    said = [_said(part, agent, tools, world) for part in agent.parts]
+    said = [_render_part(part, agent, tools, world) for part in agent.parts]
     return "\n\n".join(text for text in said if text)
 
 
-def _said(part: Part, agent: Agent, tools: Mapping[str, Tool], world: World) -> str:
+def _render_part(part: Part, agent: Agent, tools: Mapping[str, Tool], world: World) -> str:
     lines = [part.text] if part.text else []
     match part.source:
         case "tools" if tools:
-            lines.append(format_named(agent.format).described([tool.specification() for tool in tools.values()]))
+            lines.append(format_named(agent.format).describe([tool.specification() for tool in tools.values()]))
         case "world":
             lines += _world_notes(world)
         case "examples":
-            lines += [_shown(example) for example in part.examples]
+            lines += [_render_example(example) for example in part.examples]
     return "\n".join(lines)
 
 
@@ -123,11 +123,11 @@ def _world_notes(world: World) -> list[str]:
     return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
 
 
-def _shown(example: Example) -> str:
+def _render_example(example: Example) -> str:
     return "\n".join([f"Example: {example.task}", *example.turns])
 
 
-def errand_tool(name: str, description: str, colleagues: tuple[str, ...]) -> Tool:
+def peer_tool(name: str, description: str, colleagues: tuple[str, ...]) -> Tool:
     """A tool by which an agent speaks to others. It is listed and called like any other, and runs in no sandbox."""
     parameters: dict[str, Any] = {
         "type": "object",

@@ -25,7 +25,7 @@ def without_world(task: Task) -> Task:
     return msgspec.structs.replace(task, world="", world_hash=world_hash_of(task))
 
 
-class Attempt:
+class AttemptWriter:
     """Numbers and addresses the messages of one attempt at a request."""
 
     def __init__(self, request: RolloutRequested, emit: Emit, attempt_id: str | None = None) -> None:
@@ -79,7 +79,7 @@ class Attempt:
         self._emit(event)
 
 
-def close_unplayed(attempt: Attempt, worker: str, ended_by: EndedBy, reason: str) -> RolloutEnded:
+def close_unplayed(attempt: AttemptWriter, worker: str, ended_by: EndedBy, reason: str) -> RolloutEnded:
     """An attempt that begins and ends at once, because it cannot or need not be played. Returns its end."""
     request = attempt.request
     attempt.emit(

@@ -77,7 +77,7 @@ def _note(times: dict[str, int], name: str, at: int) -> None:
         del times[min(times, key=lambda each: (times[each], each))]
 
 
-class Recall:
+class CancelHandle:
     """The way to end one rollout before its time: its deadline is brought forward to now."""
 
     def __init__(self) -> None:
@@ -89,9 +89,9 @@ class Recall:
         """The time limit that the rollout runs under."""
         self._timeout = timeout
         if self.reason is not None:
-            self.call_off(self.reason)
+            self.cancel(self.reason)
 
-    def call_off(self, reason: str) -> None:
+    def cancel(self, reason: str) -> None:
         """Call it on the event loop of the rollout. What has ended is left as it is."""
         self.reason = reason
         if self._timeout is not None and not self._timeout.expired():

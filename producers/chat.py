@@ -64,10 +64,10 @@ class Chat(Protocol):
     @property
     def template_hash(self) -> str: ...
 
-    def opened(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+    def open_context(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """All that an agent reads before its first turn. Raises BadInput when the template cannot say it."""
 
-    def extended(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
+    def extend_context(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
         """What is read after a turn. The last message is new, the one before it is the turn. A turn that was cut off
         before its end token is closed here, unsampled."""
 
@@ -105,13 +105,13 @@ class ChatFormat:
         self._system_tokens: dict[str, list[int]] = {}
         self.template_hash = hashlib.sha256(_TEMPLATE.encode() + tokenizer_json).hexdigest()
 
-    def opened(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        tokens = [token for message in messages for token in self._said(message)]
+    def open_context(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        tokens = [token for message in messages for token in self._encode_message(message)]
         return [*tokens, self.assistant]
 
-    def extended(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
+    def extend_context(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
         closing = [] if turn_was_closed else [self.end]
-        return Extension([*closing, *self._said(messages[-1]), self.assistant])
+        return Extension([*closing, *self._encode_message(messages[-1]), self.assistant])
 
     def turn(self, text: str) -> list[int]:
         return [*self.encode(text), self.end]
@@ -124,7 +124,7 @@ class ChatFormat:
         closed = bool(tokens) and tokens[-1] == self.end
         return self._tokenizer.decode(tokens[:-1] if closed else tokens, skip_special_tokens=False)
 
-    def _said(self, message: Message) -> list[int]:
+    def _encode_message(self, message: Message) -> list[int]:
         match message.role:
             case "system":
                 return self._system(message.content)
@@ -169,20 +169,20 @@ class TemplateFormat:
         self._special_split = re.compile("(" + "|".join(re.escape(name) for name in names) + ")")
         self._end_text, self._begin_text = end, begin
         self.end = self._special[end]
-        self._template = _compiled(template)
+        self._template = _compile(template)
         self.template_hash = hashlib.sha256(template.encode() + tokenizer_json).hexdigest()
         self._require_seams(tokenizer_json)
 
-    def opened(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        return self._encoded(self._rendered(messages, tools))
+    def open_context(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        return self._encode_rendered(self._render(messages, tools))
 
-    def extended(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
-        whole = self._rendered(messages, tools)
-        so_far = self._rendered(messages[:-2], tools) + self._shielded(messages[-2].content) + self._end_text
+    def extend_context(self, messages: Sequence[Message], turn_was_closed: bool, tools: Tools = ()) -> Extension:
+        whole = self._render(messages, tools)
+        so_far = self._render(messages[:-2], tools) + self._shield(messages[-2].content) + self._end_text
         if not whole.startswith(so_far):
-            return Extension(self._encoded(whole), "the chat template rewrites what was read and said before")
+            return Extension(self._encode_rendered(whole), "the chat template rewrites what was read and said before")
         closing = [] if turn_was_closed else [self.end]
-        return Extension([*closing, *self._encoded(whole[len(so_far) :])])
+        return Extension([*closing, *self._encode_rendered(whole[len(so_far) :])])
 
     def turn(self, text: str) -> list[int]:
         return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self.end]
@@ -191,11 +191,11 @@ class TemplateFormat:
         closed = bool(tokens) and tokens[-1] == self.end
         return self._tokenizer.decode(tokens[:-1] if closed else tokens, skip_special_tokens=False)
 
-    def _rendered(self, messages: Sequence[Message], tools: Tools) -> str:
+    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
         """The messages and the header of the next turn."""
         try:
             return self._template.render(
-                messages=[{"role": said.role, "content": self._shielded(said.content)} for said in messages],
+                messages=[{"role": said.role, "content": self._shield(said.content)} for said in messages],
                 tools=list(tools) or None,
                 add_generation_prompt=True,
                 bos_token=self._begin_text,
@@ -204,12 +204,12 @@ class TemplateFormat:
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise BadInput(f"the chat template cannot render this conversation: {error}") from error
 
-    def _shielded(self, content: str) -> str:
+    def _shield(self, content: str) -> str:
         """Content in which no role token can be found."""
         content = content.replace(_SHIELD, "\ufffd")
         return self._special_split.sub(lambda found: found[0][0] + _SHIELD + found[0][1:], content)
 
-    def _encoded(self, rendered: str) -> list[int]:
+    def _encode_rendered(self, rendered: str) -> list[int]:
         """Ids of rendered text: role tokens of the template by name, all between them as plain text."""
         tokens: list[int] = []
         for piece in self._special_split.split(rendered):
@@ -221,9 +221,9 @@ class TemplateFormat:
 
     def _require_seams(self, tokenizer_json: bytes) -> None:
         """Ids around role tokens must not depend on what stands on their other side. Raises BadInput."""
-        rendered = self._rendered([Message("user", " a b\n"), Message("assistant", "c "), Message("user", "d")], ())
+        rendered = self._render([Message("user", " a b\n"), Message("assistant", "c "), Message("user", "d")], ())
         whole: list[int] = Tokenizer.from_buffer(tokenizer_json).encode(rendered, add_special_tokens=False).ids
-        if whole != self._encoded(rendered):
+        if whole != self._encode_rendered(rendered):
             raise BadInput("this tokenizer joins text across its role tokens: turns cannot be extended exactly")
 
 
@@ -262,7 +262,7 @@ def _special_tokens(tokenizer_json: bytes) -> dict[str, int]:
     return {entry["content"]: int(entry["id"]) for entry in added if entry.get("special")}
 
 
-def _compiled(template: str) -> jinja2.Template:
+def _compile(template: str) -> jinja2.Template:
     """As transformers compiles chat templates, in Jinja's sandbox."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from producers.agent import POLICY, Agent, system_prompt
-from producers.formats import Answer, Call
+from producers.formats import FinalAnswer, ToolCall
+from producers.participant import AgentMessage, AgentStopped, Participant, Rollout
 from producers.policy import Policy, PolicyFailed
-from producers.seat import Ended, Rollout, Seat, Word
-from producers.topology import ASK, HAND_OFF, Cast, HandOff, Loop, Parallel, Series, Team
+from producers.topology import ASK, HAND_OFF, AgentCatalog, HandOff, Loop, Parallel, Series, Team
 from sandboxes.tools.registry import toolset
 from schemas.errors import BadInput
 from schemas.events import Task
@@ -21,7 +21,7 @@ USER = "user"
 
 
 @dataclass(frozen=True, slots=True)
-class Voices:
+class Policies:
     """Who speaks: the policy of the rollout's purpose, and other models by name."""
 
     policy: Policy
@@ -40,124 +40,132 @@ class Voices:
 class Ensemble:
     """The agents of one rollout."""
 
-    def __init__(self, task: Task, cast: Cast, voices: Voices, rollout: Rollout) -> None:
+    def __init__(self, task: Task, agent_catalog: AgentCatalog, policies: Policies, rollout: Rollout) -> None:
         """`task.agent` is an agent or a topology of the cast."""
         self._task = task
-        self._cast = cast
-        self._voices = voices
+        self._agent_catalog = agent_catalog
+        self._policies = policies
         self._rollout = rollout
-        self._seats: dict[str, Seat] = {}
-        self.entry = self.seat(cast.entry(task.agent))
+        self._participants: dict[str, Participant] = {}
+        self.entry = self.participant(agent_catalog.entry(task.agent))
 
     async def play(self) -> str:
-        """The answer to the task; its entry must be open. Raises Ended, PolicyFailed, SandboxFailed."""
-        return await self._run(self._task.agent, Word("task", USER, USER, self._task.prompt))
+        """The answer to the task; its entry must be open. Raises AgentStopped, PolicyFailed, SandboxFailed."""
+        return await self._run(self._task.agent, AgentMessage("task", USER, USER, self._task.prompt))
 
-    def seat(self, name: str) -> Seat:
-        if name not in self._seats:
-            self._seats[name] = self._taken_seat(self._cast.agents[name])
-        return self._seats[name]
+    def participant(self, name: str) -> Participant:
+        if name not in self._participants:
+            self._participants[name] = self._make_participant(self._agent_catalog.agents[name])
+        return self._participants[name]
 
-    def _taken_seat(self, agent: Agent) -> Seat:
+    def _make_participant(self, agent: Agent) -> Participant:
         bench = self._rollout.bench
-        errands = self._cast.errands(self._task.agent, agent.name)
+        peer_tools = self._agent_catalog.peer_tools(self._task.agent, agent.name)
         names = self._task.toolset if agent.tools is None else agent.tools
         try:
-            tools = toolset(names, bench.tools.values()) | errands
+            tools = toolset(names, bench.tools.values()) | peer_tools
         except ValueError as error:
             raise BadInput(str(error)) from error
         said = system_prompt(agent, tools, bench.world)
-        return Seat(self._rollout, agent, self._voices.of(agent), said, tools, errands)
+        return Participant(self._rollout, agent, self._policies.of(agent), said, tools, peer_tools)
 
-    async def _run(self, name: str, word: Word) -> str:
+    async def _run(self, name: str, agent_message: AgentMessage) -> str:
         """What an agent or a topology answers to a word."""
-        if name in self._cast.agents:
-            return await self._asked(name, word)
-        topology = self._cast.topologies[name]
+        if name in self._agent_catalog.agents:
+            return await self._ask(name, agent_message)
+        topology = self._agent_catalog.topologies[name]
         match topology:
             case Series():
-                return await self._series(topology, word)
+                return await self._series(topology, agent_message)
             case Parallel():
-                return await self._parallel(topology, word)
+                return await self._parallel(topology, agent_message)
             case Loop():
-                return await self._loop(topology, word)
+                return await self._loop(topology, agent_message)
             case HandOff():
-                return await self._asked(topology.agents[0], word)
+                return await self._ask(topology.agents[0], agent_message)
             case Team():
-                return await self._asked(topology.leader, word)
+                return await self._ask(topology.leader, agent_message)
 
-    async def _series(self, series: Series, word: Word) -> str:
+    async def _series(self, series: Series, agent_message: AgentMessage) -> str:
         for step in series.steps:
-            text = await self._run(step, word)
-            word = Word("result", step, series.name, text)
-        return word.content
+            text = await self._run(step, agent_message)
+            agent_message = AgentMessage("result", step, series.name, text)
+        return agent_message.content
 
-    async def _parallel(self, parallel: Parallel, word: Word) -> str:
-        branches = [asyncio.ensure_future(self._run(step, word)) for step in parallel.steps]
+    async def _parallel(self, parallel: Parallel, agent_message: AgentMessage) -> str:
+        branches = [asyncio.ensure_future(self._run(step, agent_message)) for step in parallel.steps]
         try:
             answers = await asyncio.gather(*branches)
         finally:  # when one cannot go on, nobody waits for the others
-            await self._call_off(branches)
+            await self._cancel_branches(branches)
         return "\n".join(f"{step}: {answer}" for step, answer in zip(parallel.steps, answers, strict=True))
 
-    async def _call_off(self, branches: Sequence[asyncio.Future[str]]) -> None:
+    async def _cancel_branches(self, branches: Sequence[asyncio.Future[str]]) -> None:
         """Ends what still runs, but nothing in the middle of a call of a tool: others may go on with the sandbox."""
         async with self._rollout.bench_lock:
             for branch in branches:
                 branch.cancel()
             await asyncio.gather(*branches, return_exceptions=True)
 
-    async def _loop(self, loop: Loop, word: Word) -> str:
+    async def _loop(self, loop: Loop, agent_message: AgentMessage) -> str:
         draft = ""
         for _ in range(loop.rounds_max):
-            draft = await self._run(loop.body, word)
-            verdict = await self._run(loop.judge, Word("result", loop.body, loop.name, draft))
+            draft = await self._run(loop.body, agent_message)
+            verdict = await self._run(loop.judge, AgentMessage("result", loop.body, loop.name, draft))
             if verdict.strip().casefold() == loop.accepts.strip().casefold():
                 break
-            word = Word("remarks", loop.judge, loop.name, verdict)
+            agent_message = AgentMessage("remarks", loop.judge, loop.name, verdict)
         return draft
 
-    async def _asked(self, name: str, word: Word) -> str:
+    async def _ask(self, name: str, agent_message: AgentMessage) -> str:
         """The answer of an agent, or of whoever it handed the task to."""
-        seat = self._told(self.seat(name), word)
+        participant = self._deliver(self.participant(name), agent_message)
         while True:
-            said = await seat.converse()
+            said = await participant.run_until_reply()
             match said:
-                case Answer(text):
+                case FinalAnswer(text):
                     return text
-                case Call(tool) if tool == ASK:
-                    await self._delegate(seat, said, word)
-                case Call():
+                case ToolCall(tool) if tool == ASK:
+                    await self._delegate(participant, said, agent_message)
+                case ToolCall():
                     assert said.tool == HAND_OFF
-                    over = Word("hand_off", seat.agent.name, word.sender, said.arguments["message"])
-                    seat = self._told(self.seat(said.arguments["agent"]), over)
+                    over = AgentMessage(
+                        "hand_off", participant.agent.name, agent_message.sender, said.arguments["message"]
+                    )
+                    participant = self._deliver(self.participant(said.arguments["agent"]), over)
 
-    async def _delegate(self, leader: Seat, call: Call, word: Word) -> None:
+    async def _delegate(self, leader: Participant, call: ToolCall, agent_message: AgentMessage) -> None:
         worker, name = str(call.arguments["agent"]), leader.agent.name
         leader.is_busy = True
         try:
-            reply = await self._run(worker, Word("delegation", name, word.sender, call.arguments["message"]))
-        except Ended as end:
+            reply = await self._run(
+                worker, AgentMessage("delegation", name, agent_message.sender, call.arguments["message"])
+            )
+        except AgentStopped as end:
             if end.ended_by == "infra_error":
                 raise
             reply = f"error: {worker} gave no answer: {end.reason}"
         finally:
             leader.is_busy = False
-        leader.hear(Word("reply", worker, name, reply), reply, role="tool")
+        leader.receive(AgentMessage("reply", worker, name, reply), reply, role="tool")
 
-    def _told(self, seat: Seat, word: Word) -> Seat:
+    def _deliver(self, participant: Participant, agent_message: AgentMessage) -> Participant:
         """The seat after it has read the word. What the entry was opened with is not said to it twice."""
-        if seat.is_busy:
-            raise Ended("agent_error", f"{seat.agent.name} is spoken to while it waits for an answer itself")
-        if seat is self.entry and seat.turns_sampled == 0 and word.kind == "task":
-            return seat
-        seat.hear(word, _heard(word, self._task.prompt, is_first=not seat.is_open))
-        return seat
+        if participant.is_busy:
+            raise AgentStopped(
+                "agent_error", f"{participant.agent.name} is spoken to while it waits for an answer itself"
+            )
+        if participant is self.entry and participant.turns_sampled == 0 and agent_message.kind == "task":
+            return participant
+        participant.receive(
+            agent_message, _render_message(agent_message, self._task.prompt, is_first=not participant.is_open)
+        )
+        return participant
 
 
-def _heard(word: Word, task_prompt: str, is_first: bool) -> str:
+def _render_message(agent_message: AgentMessage, task_prompt: str, is_first: bool) -> str:
     """What the receiver reads. Whoever takes part in the task reads it once; a worker reads only what the leader says."""
-    if word.kind in ("task", "delegation"):
-        return word.content
-    said = f"{word.sender}: {word.content}"
+    if agent_message.kind in ("task", "delegation"):
+        return agent_message.content
+    said = f"{agent_message.sender}: {agent_message.content}"
     return f"{task_prompt}\n\n{said}" if is_first else said

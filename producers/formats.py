@@ -23,7 +23,7 @@ FormatName = Literal["hermes", "llama", "xml", "qwen_xml"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """The agent asked for a tool. `text` is the JSON of the arguments, as the agent wrote it where it writes JSON."""
 
     tool: str
@@ -32,7 +32,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FinalAnswer:
     """The agent answered, which ends its part. White space around the answer is stripped."""
 
     text: str
@@ -50,7 +50,7 @@ class Idle:
     """The agent neither called a tool nor answered."""
 
 
-type Said = Call | Answer | Malformed | Idle
+type ParsedTurn = ToolCall | FinalAnswer | Malformed | Idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,20 @@ class ToolFormat:
     name: FormatName
     right_form: str
     "a whole call, as an agent should have written it"
-    _read: Callable[[str, Parameters], Said]
+    _read: Callable[[str, Parameters], ParsedTurn]
 
-    def parse(self, text: str, parameters: Parameters) -> Said:
+    def parse(self, text: str, parameters: Parameters) -> ParsedTurn:
         """What a turn does. Total. XML carries text only, so `parameters` says which arguments are numbers, lists …"""
         return self._read(text, parameters)
 
-    def described(self, specifications: list[dict[str, Any]]) -> str:
+    def describe(self, specifications: list[dict[str, Any]]) -> str:
         """What an agent is told about its tools, for models whose chat template does not do it."""
         lines = [msgspec.json.encode(specification["function"]).decode() for specification in specifications]
         tools = "\n".join(lines)
         return f"Tools, one a line:\n{tools}\nTo call one, write {self.right_form}, one call a turn."
 
 
-def parse(text: str) -> Said:
+def parse(text: str) -> ParsedTurn:
     """What a turn in the hermes format does."""
     return _read_hermes(text, {})
 
@@ -100,7 +100,7 @@ _HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def _read_hermes(text: str, parameters: Parameters) -> Said:
+def _read_hermes(text: str, parameters: Parameters) -> ParsedTurn:
     calls = _HERMES_CALL.findall(text)
     if len(calls) > 1:
         return Malformed(_SEVERAL)
@@ -109,7 +109,7 @@ def _read_hermes(text: str, parameters: Parameters) -> Said:
     return Malformed("<tool_call> without </tool_call>") if "<tool_call>" in text else _answer(text)
 
 
-def _hermes_call(body: str) -> Said:
+def _hermes_call(body: str) -> ParsedTurn:
     try:
         call = msgspec.json.decode(body, type=_HermesCall)
         return _json_call(call.name, call.arguments, "arguments")
@@ -117,7 +117,7 @@ def _hermes_call(body: str) -> Said:
         return Malformed(f'the call is not {{"name": …, "arguments": {{…}}}}: {error}')
 
 
-def _read_llama(text: str, parameters: Parameters) -> Said:
+def _read_llama(text: str, parameters: Parameters) -> ParsedTurn:
     before, tag, after = text.partition(_PYTHON_TAG)
     body = (after if tag else before).strip()
     if not tag and not body.startswith("{"):
@@ -136,11 +136,11 @@ def _read_llama(text: str, parameters: Parameters) -> Said:
 _NOT_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
-def _json_call(name: str, written: msgspec.Raw, key: str) -> Said:
+def _json_call(name: str, written: msgspec.Raw, key: str) -> ParsedTurn:
     arguments = msgspec.json.decode(written)
     if not isinstance(arguments, dict):
         return Malformed(f"{key} must be a JSON object")
-    return Call(name, arguments, bytes(written).decode())
+    return ToolCall(name, arguments, bytes(written).decode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ _QWEN_XML = _Tags(
 )
 
 
-def _read_tagged(text: str, parameters: Parameters, tags: _Tags) -> Said:
+def _read_tagged(text: str, parameters: Parameters, tags: _Tags) -> ParsedTurn:
     calls = tags.call.findall(text)
     if len(calls) > 1:
         return Malformed(_SEVERAL)
@@ -183,7 +183,7 @@ def _read_tagged(text: str, parameters: Parameters, tags: _Tags) -> Said:
     return _answer(text)
 
 
-def _tagged_call(name: str, body: str, parameters: Parameters, tags: _Tags) -> Said:
+def _tagged_call(name: str, body: str, parameters: Parameters, tags: _Tags) -> ParsedTurn:
     rest = tags.argument.sub("", body).strip()
     if rest:
         return Malformed(f"beside its arguments the call holds {rest[:80]!r}")
@@ -194,7 +194,7 @@ def _tagged_call(name: str, body: str, parameters: Parameters, tags: _Tags) -> S
             return Malformed(f"argument {key!r} is given twice")
         arguments[key] = _value(unescape(value) if tags.unescaped else value, properties.get(key, {}))
     try:
-        return Call(name.strip(), arguments, msgspec.json.encode(arguments).decode())
+        return ToolCall(name.strip(), arguments, msgspec.json.encode(arguments).decode())
     except (UnicodeError, RecursionError, OverflowError, msgspec.EncodeError) as error:
         return Malformed(f"the arguments cannot be written as JSON: {error}")
 
@@ -211,10 +211,10 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         return text
 
 
-def _answer(text: str) -> Said:
+def _answer(text: str) -> ParsedTurn:
     answered = _ANSWER.search(text)
     if answered:
-        return Answer(answered.group(1).strip())
+        return FinalAnswer(answered.group(1).strip())
     return Malformed("<answer> without </answer>") if "<answer>" in text else Idle()
 
 

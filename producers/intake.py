@@ -13,10 +13,10 @@ from enum import Enum
 
 from producers.cancellation import Cancellations
 from producers.config import RolloutsSettings
-from producers.worlds import Work, Worlds
+from producers.worlds import PlayableRequest, Worlds
 from schemas.errors import Rebalanced
 from schemas.events import Address, ControlIssued, Position, RolloutRequested
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.programs import ACCESS_BY_PROGRAM
 from schemas.run import Run
 from streams.log.outbox import Outbox
@@ -38,7 +38,7 @@ class _Stage(Enum):
     ENDED = 3
 
 
-class Windows:
+class PendingRequests:
     """Requests of each partition that are not committed yet. Safe between threads.
 
     A partition may be taken away and given back at any time. What waits in it is then forgotten, since its new owner plays
@@ -125,7 +125,7 @@ class Windows:
                 if self._committed.get((topic, partition)) != offset
             ]
 
-    def committed(self, positions: Iterable[Position]) -> None:
+    def note_committed(self, positions: Iterable[Position]) -> None:
         with self._lock:
             for position in positions:
                 place = (position.topic, position.partition)
@@ -151,10 +151,10 @@ class Intake:
         log: Log,
         outbox: Outbox,
         run: Run,
-        windows: Windows,
+        windows: PendingRequests,
         settings: RolloutsSettings,
-        pulse: Pulse,
-        queue: "asyncio.Queue[Work]",
+        program_metrics: ProgramMetrics,
+        queue: "asyncio.Queue[PlayableRequest]",
         call_off: Callable[[], None],
     ) -> None:
         """`call_off` is called on the event loop when `cancellations` has grown."""
@@ -168,7 +168,7 @@ class Intake:
         self._control: Reader | None = None
         self._windows = windows
         self._settings = settings
-        self._pulse = pulse
+        self._program_metrics = program_metrics
         self._limit = RejectLimit(STAGE, settings.rejects_share_max)
         self._queue = queue
         self._call_off = call_off
@@ -229,7 +229,7 @@ class Intake:
         deliveries = self._reader.poll(room, self._settings.poll_seconds)
         self._windows.keep_only((position.topic, position.partition) for position in self._reader.positions())
         fresh = [delivery for delivery in deliveries if self._is_work(delivery)]
-        self._pulse.count("events_read", len(deliveries))
+        self._program_metrics.count("events_read", len(deliveries))
         if fresh:
             self._loop.call_soon_threadsafe(self._put, self._worlds.fill(fresh))
 
@@ -256,7 +256,7 @@ class Intake:
             return 0
         return max(0, 2 * self._settings.slots - self._windows.waiting - self._windows.running)
 
-    def _put(self, taken: list[Work]) -> None:
+    def _put(self, taken: list[PlayableRequest]) -> None:
         for work in taken:
             self._queue.put_nowait(work)
 
@@ -269,4 +269,4 @@ class Intake:
             self._reader.commit(positions)
         except Rebalanced:
             return  # the next poll says which partitions are still ours; they are committed then
-        self._windows.committed(positions)
+        self._windows.note_committed(positions)

@@ -18,7 +18,7 @@ import structlog
 from schemas.errors import LogUnavailable
 from schemas.events import Address, Event, Position, SnapshotTaken
 from schemas.ids import now_microseconds
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.log.protocol import Log, Reader
 from streams.log.snapshots import newest_snapshot, snapshot
@@ -58,30 +58,30 @@ def follow(
     log: Log,
     topics: Sequence[str],
     poll_seconds: float,
-    pulse: Pulse,
+    program_metrics: ProgramMetrics,
     stop: threading.Event,
     tell: Callable[[], None],
 ) -> None:
     """Runs the planner until told to stop; `tell` is called after each decision. Raises LogUnavailable, and LogBroken when the
     snapshot is ahead of the log."""
-    pulse.detail = "reads the log"
-    following = Following(planner, run, log, topics)
+    program_metrics.detail = "reads the log"
+    following = PlannerLoop(planner, run, log, topics)
     look_at = 0.0
     try:
         while not stop.is_set():
             if time.monotonic() >= look_at:
-                _tell_of_waiting(following.reader, pulse)
+                _report_lag(following.reader, program_metrics)
                 look_at = time.monotonic() + _LOOK_SECONDS
-            pulse.count("events_read", following.read(poll_seconds))
+            program_metrics.count("events_read", following.read(poll_seconds))
             if following.is_caught_up():
-                pulse.count("events_written", following.decide(now_microseconds()))
+                program_metrics.count("events_written", following.decide(now_microseconds()))
                 tell()
         following.take_snapshot(now_microseconds())
     finally:
         following.close()
 
 
-class Following:
+class PlannerLoop:
     """One life of a planner, step by step: read, decide, and now and then a snapshot."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Following:
         self._run = run
         self._log = log
         self._snapshot_events = snapshot_events
-        taken = _restored(planner, newest_snapshot(log, run, planner.code_version))
+        taken = _restore(planner, newest_snapshot(log, run, planner.code_version))
         start = list(run.start) if taken is None else taken.positions
         self._start = [position for position in start if position.topic in topics]
         self.reader = log.reader(topics, start=self._start)
@@ -127,7 +127,7 @@ class Following:
         """Nothing may have been decided or read since the last decision was flushed. Before the first one there is none."""
         if self._caught_up and self._events_unsaved:
             state = self._planner.encode()
-            positions = _merged(self._start, self.reader.positions())
+            positions = _merge_positions(self._start, self.reader.positions())
             self._log.append(snapshot(self._run, self._planner.code_version, positions, state, now))
             self._log.flush()
             self._events_unsaved = 0
@@ -136,26 +136,26 @@ class Following:
         self.reader.close()
 
 
-def _restored(planner: Planner, taken: SnapshotTaken | None) -> SnapshotTaken | None:
+def _restore(planner: Planner, taken: SnapshotTaken | None) -> SnapshotTaken | None:
     """The snapshot that the planner goes on from. One that cannot be read costs time, and nothing else."""
     if taken is not None:
         try:
             planner.restore(taken.state)
         except msgspec.MsgspecError as error:
-            logger.warning("a snapshot cannot be read; the run is folded from its start", reason=str(error))
+            logger.warning("snapshot_unreadable", reason=str(error))
             return None
     return taken
 
 
-def _merged(start: Iterable[Position], reached: Iterable[Position]) -> list[Position]:
+def _merge_positions(start: Iterable[Position], reached: Iterable[Position]) -> list[Position]:
     """Where every partition is to be read on: the reader tells of those that it has read from."""
     by_place = {(position.topic, position.partition): position for position in (*start, *reached)}
     return list(by_place.values())
 
 
-def _tell_of_waiting(reader: Reader, pulse: Pulse) -> None:
+def _report_lag(reader: Reader, program_metrics: ProgramMetrics) -> None:
     """Messages that wait and never come are a stall: a client that has lost its broker would read nothing, and say nothing."""
     try:
-        pulse.gauge("lag", 0 if reader.caught_up() else 1)
+        program_metrics.gauge("lag", 0 if reader.caught_up() else 1)
     except LogUnavailable as error:
-        logger.warning("the end of the log is not known", reason=str(error))
+        logger.warning("log_end_unknown", reason=str(error))

@@ -37,7 +37,7 @@ class PolicyFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TurnRequest:
     """All there is to know when the next turn is due."""
 
     task: Task
@@ -65,7 +65,7 @@ class Turn:
 
 
 class Policy(Protocol):
-    async def next_turn(self, moment: Moment) -> Turn:
+    async def next_turn(self, turn_request: TurnRequest) -> Turn:
         """The next turn. Raises PolicyFailed."""
 
 
@@ -76,8 +76,8 @@ class Demonstrator:
         self._demonstrate = demonstrate
         self._chat = chat
 
-    async def next_turn(self, moment: Moment) -> Turn:
-        tokens = self._chat.turn(self._demonstrate(moment.task, moment.turns, moment.seed))
+    async def next_turn(self, turn_request: TurnRequest) -> Turn:
+        tokens = self._chat.turn(self._demonstrate(turn_request.task, turn_request.turns, turn_request.seed))
         return Turn(tokens, [], [], "stop")
 
 
@@ -105,7 +105,7 @@ def _teacher(model: Model, chat: Chat) -> "ChatTeacher":
     )
 
 
-class _Refused(Exception):
+class _ServerFailed(Exception):
     """One server could not sample this turn; another one, or the same one later, may."""
 
 
@@ -153,7 +153,7 @@ class _Servers:
         if self._session is not None:
             await self._session.close()
 
-    async def _asked(
+    async def _request_turn(
         self, path: str, body: bytes, headers: Mapping[str, str], read: Callable[[bytes], Turn], version: int | None
     ) -> Turn:
         """Asks the best server, then the others, then all of them again until patience ends. Raises PolicyFailed.
@@ -163,12 +163,12 @@ class _Servers:
         wait_seconds = 0.1
         while True:
             refusals: list[str] = []
-            for server in self._ranked(version):
+            for server in self._rank(version):
                 try:
-                    turn = read(await self._posted(server, path, body, headers))
-                except _Refused as refusal:
+                    turn = read(await self._post(server, path, body, headers))
+                except _ServerFailed as refusal:
                     refusals.append(f"{server.url}: {refusal}")
-                    self._rest(server)
+                    self._back_off(server)
                 else:
                     server.failures, server.resting_until = 0, 0.0
                     server.version = turn.versions[-1].version if turn.versions else None
@@ -178,7 +178,7 @@ class _Servers:
             await asyncio.sleep(wait_seconds)
             wait_seconds = min(2 * wait_seconds, 2.0)
 
-    def _ranked(self, required_version: int | None) -> list[_Server]:
+    def _rank(self, required_version: int | None) -> list[_Server]:
         """Servers from best to worst: not resting, serving what is required, least loaded."""
         now = time.monotonic()
 
@@ -188,7 +188,7 @@ class _Servers:
 
         return sorted(self._servers, key=rank)
 
-    async def _posted(self, server: _Server, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+    async def _post(self, server: _Server, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         assert self._session is not None, "use `async with`"
         server.running += 1
         try:
@@ -197,14 +197,14 @@ class _Servers:
                 if response.status in _HOPELESS:
                     raise PolicyFailed(f"{server.url}: {_complaint(response.status, answer)}")
                 if response.status != 200:
-                    raise _Refused(_complaint(response.status, answer))
+                    raise _ServerFailed(_complaint(response.status, answer))
                 return answer
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _Refused(f"{type(error).__name__}: {error}") from error
+            raise _ServerFailed(f"{type(error).__name__}: {error}") from error
         finally:
             server.running -= 1
 
-    def _rest(self, server: _Server) -> None:
+    def _back_off(self, server: _Server) -> None:
         seconds = min(self._rest_seconds * 2**server.failures, max(self._rest_seconds, _REST_SECONDS_MAX))
         server.failures = min(server.failures + 1, 16)
         server.resting_until = time.monotonic() + seconds
@@ -229,11 +229,11 @@ class ServedPolicy(_Servers):
         )
         self._end_token = end_token
 
-    async def next_turn(self, moment: Moment) -> Turn:
+    async def next_turn(self, turn_request: TurnRequest) -> Turn:
         if not self._servers:
             raise PolicyFailed("this worker knows no policy server: set [rollouts] servers")
-        body = _body(moment, self._end_token)
-        return await self._asked("/inference/v1/generate", body, _HEADERS, _turn, moment.required_version)
+        body = _body(turn_request, self._end_token)
+        return await self._request_turn("/inference/v1/generate", body, _HEADERS, _turn, turn_request.required_version)
 
 
 class ChatTeacher(_Servers):
@@ -257,19 +257,19 @@ class ChatTeacher(_Servers):
         self._chat = chat
         self._headers = _HEADERS | ({"Authorization": f"Bearer {key}"} if key else {})
 
-    async def next_turn(self, moment: Moment) -> Turn:
+    async def next_turn(self, turn_request: TurnRequest) -> Turn:
         request = _ChatRequest(
             model=self._served_name,
-            messages=[_chat_message(message) for message in moment.messages],
-            temperature=moment.sampling.temperature,
-            top_p=moment.sampling.top_p,
-            max_tokens=moment.tokens_max,
+            messages=[_chat_message(message) for message in turn_request.messages],
+            temperature=turn_request.sampling.temperature,
+            top_p=turn_request.sampling.top_p,
+            max_tokens=turn_request.tokens_max,
         )
-        return await self._asked(
+        return await self._request_turn(
             "/v1/chat/completions",
             _ENCODER.encode(request),
             self._headers,
-            lambda answer: self._read(answer, moment.tokens_max),
+            lambda answer: self._read(answer, turn_request.tokens_max),
             None,
         )
 
@@ -277,9 +277,9 @@ class ChatTeacher(_Servers):
         try:
             choice = _CHAT_DECODER.decode(answer).choices[0]
         except (msgspec.DecodeError, IndexError) as error:
-            raise _Refused(f"an answer that is none: {error}") from error
+            raise _ServerFailed(f"an answer that is none: {error}") from error
         if not choice.message.content:
-            raise _Refused(f"an empty turn, ended by {choice.finish_reason}")
+            raise _ServerFailed(f"an empty turn, ended by {choice.finish_reason}")
         tokens = self._chat.turn(choice.message.content)
         if choice.finish_reason == "length":
             tokens = tokens[:-1]  # it was cut off: its end was not said
@@ -330,7 +330,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str
 
 
-class _Answer(msgspec.Struct):
+class _Response(msgspec.Struct):
     choices: list[_Choice]
 
 
@@ -353,19 +353,19 @@ class _ChatChoice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _ChatAnswer(msgspec.Struct):
+class _ChatResponse(msgspec.Struct):
     choices: list[_ChatChoice]
 
 
 _ENCODER = msgspec.json.Encoder()
-_CHAT_DECODER = msgspec.json.Decoder(_ChatAnswer)
-_DECODER = msgspec.json.Decoder(_Answer)
+_CHAT_DECODER = msgspec.json.Decoder(_ChatResponse)
+_DECODER = msgspec.json.Decoder(_Response)
 
 
-def _body(moment: Moment, end_token: int) -> bytes:
-    sampling = moment.sampling
-    params = _SamplingParams(sampling.temperature, sampling.top_p, moment.tokens_max, [end_token])
-    return _ENCODER.encode(_Request(moment.tokens, params))
+def _body(turn_request: TurnRequest, end_token: int) -> bytes:
+    sampling = turn_request.sampling
+    params = _SamplingParams(sampling.temperature, sampling.top_p, turn_request.tokens_max, [end_token])
+    return _ENCODER.encode(_Request(turn_request.tokens, params))
 
 
 def _chat_message(message: Message) -> dict[str, str]:
@@ -376,32 +376,32 @@ def _chat_message(message: Message) -> dict[str, str]:
 
 
 def _turn(answer: bytes) -> Turn:
-    """The turn in a server's answer. Raises _Refused when it cannot be trained on."""
+    """The turn in a server's answer. Raises _ServerFailed when it cannot be trained on."""
     try:
         choice = _DECODER.decode(answer).choices[0]
     except (msgspec.DecodeError, IndexError) as error:
-        raise _Refused(f"an answer that is none: {error}") from error
+        raise _ServerFailed(f"an answer that is none: {error}") from error
     if choice.finish_reason not in ("stop", "length"):
-        raise _Refused(f"generation ended by {choice.finish_reason}")
+        raise _ServerFailed(f"generation ended by {choice.finish_reason}")
     if [entry.token_id for entry in choice.logprobs.content] != choice.token_ids or not choice.token_ids:
-        raise _Refused("ids and log-probabilities do not belong together")
+        raise _ServerFailed("ids and log-probabilities do not belong together")
     logprobs = [entry.logprob for entry in choice.logprobs.content]
     if min(logprobs) <= _NO_LOGPROB:
-        raise _Refused("a log-probability is missing")
+        raise _ServerFailed("a log-probability is missing")
     return Turn(choice.token_ids, logprobs, _spans(choice), choice.finish_reason)
 
 
 def _spans(choice: _Choice) -> list[VersionSpan]:
-    """Whole-numbered versions for every token, without a gap. Raises _Refused."""
+    """Whole-numbered versions for every token, without a gap. Raises _ServerFailed."""
     spans: list[VersionSpan] = []
     for span in choice.weight_versions:
         if not span.version.isdecimal():
-            raise _Refused(f"its weights ({span.version!r}) are not verified")
+            raise _ServerFailed(f"its weights ({span.version!r}) are not verified")
         if span.start != (spans[-1].end if spans else 0):
-            raise _Refused("weight versions do not cover the turn")
+            raise _ServerFailed("weight versions do not cover the turn")
         spans.append(VersionSpan(version=int(span.version), start=span.start, end=span.end))
     if not spans or spans[-1].end != len(choice.token_ids):
-        raise _Refused("weight versions do not cover the turn")
+        raise _ServerFailed("weight versions do not cover the turn")
     return spans
 
 

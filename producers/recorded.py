@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from producers.policy import Moment, PolicyFailed, Turn
+from producers.policy import PolicyFailed, Turn, TurnRequest
 from schemas.errors import BadInput
 from schemas.events import (
     AgentMessaged,
@@ -46,9 +46,9 @@ def recorded_run(servers: list[str]) -> str | None:
     return run_id
 
 
-def read_recording(log: Log, run_id: str) -> "Recording":
+def read_recording(log: Log, run_id: str) -> "RecordedTurns":
     """All turns of a run that are on the log now. Raises BadInput when there are none, LogUnavailable."""
-    recording = Recording()
+    recording = RecordedTurns()
     reader = log.reader(["messages"], start=_start_of(log, run_id))
     try:
         while not reader.caught_up():
@@ -75,7 +75,7 @@ def _start_of(log: Log, run_id: str) -> list[Position]:
     return []
 
 
-class _Said(Struct, frozen=True):
+class _RecordedTurn(Struct, frozen=True):
     """A turn as it is kept."""
 
     seed: int
@@ -86,25 +86,25 @@ class _Said(Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Attempt:
+class _RecordedAttempt:
     seed: int
     read: dict[int, bytes]
     "ids of each context so far"
 
 
 @dataclass(slots=True)
-class Recording:
+class RecordedTurns:
     """Turns by what had been read before them. A fold over `messages`, in the order of each attempt."""
 
     turns: int = 0
-    _said: dict[bytes, list[_Said]] = field(default_factory=dict)
-    _attempts: dict[str, _Attempt] = field(default_factory=dict)
+    _said: dict[bytes, list[_RecordedTurn]] = field(default_factory=dict)
+    _attempts: dict[str, _RecordedAttempt] = field(default_factory=dict)
 
     def note(self, event: Event) -> None:
         """Takes note of one message; whatever is no message of an attempt under way is passed over."""
         attempt_id = event.meta.attempt_id or ""
         if isinstance(event, RolloutStarted):
-            self._attempts[attempt_id] = _Attempt(event.seed, {0: event.prompt_tokens})
+            self._attempts[attempt_id] = _RecordedAttempt(event.seed, {0: event.prompt_tokens})
         attempt = self._attempts.get(attempt_id)
         if attempt is None:
             return
@@ -124,9 +124,9 @@ class Recording:
             return None
         return Turn(unpack_tokens(found.tokens), unpack_logprobs(found.logprobs), found.versions, found.finish_reason)
 
-    def _keep(self, attempt: _Attempt, event: TurnGenerated) -> None:
+    def _keep(self, attempt: _RecordedAttempt, event: TurnGenerated) -> None:
         read = attempt.read.get(event.context, b"")
-        said = _Said(attempt.seed, event.tokens, event.logprobs, event.versions, event.finish_reason)
+        said = _RecordedTurn(attempt.seed, event.tokens, event.logprobs, event.versions, event.finish_reason)
         alike = self._said.setdefault(_name(read), [])
         if said not in alike:  # a second attempt of the same rollout may have said the same
             alike.append(said)
@@ -137,15 +137,17 @@ class Recording:
 class RecordedPolicy:
     """See producers.policy.Policy. Turns that were sampled keep their log-probabilities and weight versions."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: RecordedTurns) -> None:
         self._recording = recording
 
-    async def next_turn(self, moment: Moment) -> Turn:
-        turn = self._recording.turn(moment.tokens, moment.seed)
+    async def next_turn(self, turn_request: TurnRequest) -> Turn:
+        turn = self._recording.turn(turn_request.tokens, turn_request.seed)
         if turn is None:
-            raise PolicyFailed(f"nothing is recorded after these {len(moment.tokens)} ids")
-        if len(turn.tokens) > moment.tokens_max:
-            raise PolicyFailed(f"the recorded turn has {len(turn.tokens)} ids where {moment.tokens_max} are allowed")
+            raise PolicyFailed(f"nothing is recorded after these {len(turn_request.tokens)} ids")
+        if len(turn.tokens) > turn_request.tokens_max:
+            raise PolicyFailed(
+                f"the recorded turn has {len(turn.tokens)} ids where {turn_request.tokens_max} are allowed"
+            )
         return turn
 
 

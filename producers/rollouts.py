@@ -16,16 +16,16 @@ from contextlib import contextmanager
 
 import msgspec
 
-from producers.attempt import Attempt, close_unplayed
-from producers.cancellation import Recall
+from producers.attempt import AttemptWriter, close_unplayed
+from producers.cancellation import CancelHandle
 from producers.chat import CHAT_FILES, Chat, chat_of
 from producers.config import RolloutsSettings
-from producers.intake import STAGE, Intake, Windows
-from producers.policy import Demonstrator, Moment, Policy, PolicyFailed, ServedPolicy, Turn, served_models
-from producers.recorded import RecordedPolicy, Recording, read_recording, recorded_run
-from producers.topology import cast_of
+from producers.intake import STAGE, Intake, PendingRequests
+from producers.policy import Demonstrator, Policy, PolicyFailed, ServedPolicy, Turn, TurnRequest, served_models
+from producers.recorded import RecordedPolicy, RecordedTurns, read_recording, recorded_run
+from producers.topology import agent_catalog_of
 from producers.turns import hash_of_tools, play
-from producers.worlds import Work
+from producers.worlds import PlayableRequest
 from sandboxes.backends import open_backend
 from sandboxes.libraries import LIBRARIES
 from sandboxes.outside.providers import Outside
@@ -40,23 +40,23 @@ from schemas.errors import BlobDamaged, LogUnavailable
 from schemas.events import Event, Meta, RolloutRequested, WeightsPublished
 from schemas.ids import now_microseconds
 from schemas.job import Job, load_job
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.outbox import Outbox
 from streams.log.protocol import Log
-from streams.rules.dead_letter import rejected
+from streams.rules.dead_letter import rejection
 
 _DRAIN_SECONDS = 0.02
 _CALLED_OFF = "called off by an operator"
 
 
-def run(run: Run, settings: RolloutsSettings, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: RolloutsSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Plays rollouts until told to stop. Raises LogUnavailable, SandboxUnavailable when tools cannot run here, and BadInput
     for a recording that does not exist."""
     log = open_log(run)
     try:
-        work(run, settings, pulse, stop, log, open_blobs(run))
+        work(run, settings, program_metrics, stop, log, open_blobs(run))
     finally:
         log.close()
 
@@ -64,7 +64,7 @@ def run(run: Run, settings: RolloutsSettings, pulse: Pulse, stop: threading.Even
 def work(
     run: Run,
     settings: RolloutsSettings,
-    pulse: Pulse,
+    program_metrics: ProgramMetrics,
     stop: threading.Event,
     log: Log,
     blobs: Blobs,
@@ -72,7 +72,7 @@ def work(
 ) -> None:
     """The program over any log; `backend` is of the settings unless given."""
     job = load_job(run.job.module)
-    pulse.detail = "waits for the tokenizer"
+    program_metrics.detail = "waits for the tokenizer"
     run_said_again = recorded_run(settings.servers)
     recording = read_recording(log, run_said_again) if run_said_again is not None else None
     chat_files = _chat_files(run, log, blobs, stop)
@@ -82,24 +82,24 @@ def work(
     backend = backend or open_backend(
         settings.isolation, known, settings.limits, libraries=LIBRARIES, first_uid=_first_uid()
     )
-    worker = _Worker(run, settings, pulse, stop, log, blobs, job, chat_of(chat_files), recording)
+    worker = _Worker(run, settings, program_metrics, stop, log, blobs, job, chat_of(chat_files), recording)
     asyncio.run(worker.work(backend))
 
 
-class _Sampling:
+class _MeteredPolicy:
     """A policy that tells the pulse of its work: turns, tokens, and the time in which at least one is being sampled."""
 
-    def __init__(self, policy: Policy, pulse: Pulse) -> None:
+    def __init__(self, policy: Policy, program_metrics: ProgramMetrics) -> None:
         self._policy = policy
-        self._pulse = pulse
+        self._program_metrics = program_metrics
         self._running = 0
         self._busy_since = 0.0
 
-    async def next_turn(self, moment: Moment) -> Turn:
+    async def next_turn(self, turn_request: TurnRequest) -> Turn:
         with self._busy():
-            turn = await self._policy.next_turn(moment)
-        self._pulse.count("turns")
-        self._pulse.count("tokens_sampled", len(turn.tokens))
+            turn = await self._policy.next_turn(turn_request)
+        self._program_metrics.count("turns")
+        self._program_metrics.count("tokens_sampled", len(turn.tokens))
         return turn
 
     @contextmanager
@@ -112,7 +112,7 @@ class _Sampling:
         finally:
             self._running -= 1
             if self._running == 0:
-                self._pulse.count("busy_seconds", time.monotonic() - self._busy_since)
+                self._program_metrics.count("busy_seconds", time.monotonic() - self._busy_since)
 
 
 class _Worker:
@@ -122,17 +122,17 @@ class _Worker:
         self,
         run: Run,
         settings: RolloutsSettings,
-        pulse: Pulse,
+        program_metrics: ProgramMetrics,
         stop: threading.Event,
         log: Log,
         blobs: Blobs,
         job: Job,
         chat: Chat,
-        recording: Recording | None,
+        recording: RecordedTurns | None,
     ) -> None:
         self._run = run
         self._settings = settings
-        self._pulse = pulse
+        self._program_metrics = program_metrics
         self._stop = stop
         self._log = log
         self._outbox = Outbox(log)
@@ -140,9 +140,9 @@ class _Worker:
         self._job = job
         self._chat = chat
         self._recording = recording
-        self._cast = cast_of(job, run.job.agents)
-        self._windows = Windows()
-        self._running: dict[Recall, Meta] = {}
+        self._agent_catalog = agent_catalog_of(job, run.job.agents)
+        self._windows = PendingRequests()
+        self._running: dict[CancelHandle, Meta] = {}
         "how to end each rollout under way, and the envelope of its request"
         self._toolsets: dict[tuple[str, ...], tuple[dict[str, Tool], str]] = {}
 
@@ -155,20 +155,20 @@ class _Worker:
         )
         pool = Pool(backend, self._settings.sandboxes, warm=min(4, self._settings.sandboxes))
         self._outside = Outside(self._settings.tools, self._job.tools)
-        async with pool, served, self._outside, served_models(self._cast.models, self._chat) as models:
+        async with pool, served, self._outside, served_models(self._agent_catalog.models, self._chat) as models:
             self._pool = pool
             self._models = models
             self._policies = self._policies_by_purpose(served)
-            queue: asyncio.Queue[Work] = asyncio.Queue()
+            queue: asyncio.Queue[PlayableRequest] = asyncio.Queue()
             intake = Intake(
                 self._log,
                 self._outbox,
                 self._run,
                 self._windows,
                 self._settings,
-                self._pulse,
+                self._program_metrics,
                 queue,
-                self._call_off,
+                self._cancel_covered,
             )
             self._cancellations = intake.cancellations
             intake_done = asyncio.create_task(asyncio.to_thread(intake.work))
@@ -187,7 +187,7 @@ class _Worker:
                 _raise_first(ends)
 
     def _policies_by_purpose(self, served: ServedPolicy) -> dict[str, Policy]:
-        sampling = _Sampling(RecordedPolicy(self._recording) if self._recording else served, self._pulse)
+        sampling = _MeteredPolicy(RecordedPolicy(self._recording) if self._recording else served, self._program_metrics)
         policies: dict[str, Policy] = dict.fromkeys(("train", "eval", "replay"), sampling)
         if self._job.demonstrate is not None:
             policies["demonstrate"] = Demonstrator(self._job.demonstrate, self._chat)
@@ -195,14 +195,14 @@ class _Worker:
 
     async def _until_stopped(self, essential: list["asyncio.Task[None]"]) -> None:
         """Returns when told to stop, or when a part of the worker has failed."""
-        self._pulse.detail = "plays rollouts"
+        self._program_metrics.detail = "plays rollouts"
         while not self._stop.is_set() and not any(task.done() for task in essential):
             self._gauge()
             await asyncio.sleep(0.1)
 
-    async def _drain(self, queue: "asyncio.Queue[Work]", intake_done: "asyncio.Task[None]") -> None:
+    async def _drain(self, queue: "asyncio.Queue[PlayableRequest]", intake_done: "asyncio.Task[None]") -> None:
         """What runs may end; what waits is left to another worker."""
-        self._pulse.detail = "drains"
+        self._program_metrics.detail = "drains"
         while not queue.empty():
             queue.get_nowait()
         for _ in range(int(self._settings.grace_seconds / _DRAIN_SECONDS)):
@@ -211,17 +211,17 @@ class _Worker:
             await asyncio.sleep(_DRAIN_SECONDS)
 
     def _gauge(self) -> None:
-        self._pulse.gauge("waiting", self._windows.waiting)
-        self._pulse.gauge("running", self._windows.running)
-        self._pulse.gauge("sandboxes", len(self._pool.leased))
+        self._program_metrics.gauge("waiting", self._windows.waiting)
+        self._program_metrics.gauge("running", self._windows.running)
+        self._program_metrics.gauge("sandboxes", len(self._pool.leased))
 
-    def _call_off(self) -> None:
+    def _cancel_covered(self) -> None:
         """Ends what runs and is called off; what waits is ended when a slot comes to it."""
-        for recall, meta in self._running.items():
+        for cancel_handle, meta in self._running.items():
             if self._cancellations.covers(meta):
-                recall.call_off(_CALLED_OFF)
+                cancel_handle.cancel(_CALLED_OFF)
 
-    async def _slot(self, queue: "asyncio.Queue[Work]") -> None:
+    async def _slot(self, queue: "asyncio.Queue[PlayableRequest]") -> None:
         """Plays one request after another. A bad request becomes a fact, never a crash; a log that fails is one."""
         while True:
             work = await queue.get()
@@ -229,36 +229,36 @@ class _Worker:
                 await self._answer(work)
                 self._windows.end(work.delivery.address)
 
-    async def _answer(self, work: Work) -> None:
+    async def _answer(self, work: PlayableRequest) -> None:
         if work.request is None:
             delivery = work.delivery
             reason = delivery.undecodable or f"{type(delivery.event).__name__} is no request"
-            self._append(rejected(self._run.run_id, STAGE, delivery, reason, now_microseconds()))
-            self._pulse.count("rejected")
+            self._append(rejection(self._run.run_id, STAGE, delivery, reason, now_microseconds()))
+            self._program_metrics.count("rejected")
         else:
             await self._play(work.request, work.world_missing)
 
     async def _play(self, request: RolloutRequested, world_missing: str | None) -> None:
         if self._cancellations.covers(request.meta):
-            close_unplayed(Attempt(request, self._append), self._run.worker, "cancelled", _CALLED_OFF)
+            close_unplayed(AttemptWriter(request, self._append), self._run.worker, "cancelled", _CALLED_OFF)
             return
         try:
             if world_missing is not None:
                 raise ValueError(world_missing)
             (tools, tools_hash), world = self._tools(request), world_from_json(request.task.world)
-            policy = self._policies.get(request.meta.purpose or "train") or _Mute()
+            policy = self._policies.get(request.meta.purpose or "train") or _MissingTeacher()
         except (ValueError, msgspec.MsgspecError) as error:
-            close_unplayed(Attempt(request, self._append), self._run.worker, "infra_error", f"task: {error}")
+            close_unplayed(AttemptWriter(request, self._append), self._run.worker, "infra_error", f"task: {error}")
             return
         seconds = (request.deadline - now_microseconds()) / 1e6
         if seconds <= 0:
             # its group may have been completed without it and forgotten since: an end that counts, sampled by newer
             # weights, would complete the group a second time. And the agent had no time to fail in
             reason = "its deadline had passed before a slot was free"
-            close_unplayed(Attempt(request, self._append), self._run.worker, "infra_error", reason)
+            close_unplayed(AttemptWriter(request, self._append), self._run.worker, "infra_error", reason)
             return
         owner = request.meta.trajectory_id or request.meta.id
-        with self._recallable(request) as recall:
+        with self._cancellable(request) as cancel_handle:
             await play(
                 request,
                 policy=policy,
@@ -269,23 +269,23 @@ class _Worker:
                 emit=self._append,
                 keep_blob=self._keep_blob,
                 tools_hash=tools_hash,
-                recall=recall,
-                cast=self._cast,
+                cancel_handle=cancel_handle,
+                agent_catalog=self._agent_catalog,
                 models=self._models,
             )
 
     @contextmanager
-    def _recallable(self, request: RolloutRequested) -> Iterator[Recall]:
-        recall = Recall()
-        self._running[recall] = request.meta
+    def _cancellable(self, request: RolloutRequested) -> Iterator[CancelHandle]:
+        cancel_handle = CancelHandle()
+        self._running[cancel_handle] = request.meta
         try:
-            yield recall
+            yield cancel_handle
         finally:
-            del self._running[recall]
+            del self._running[cancel_handle]
 
     def _tools(self, request: RolloutRequested) -> tuple[dict[str, Tool], str]:
         """The tools of a task and their hash. ValueError for one that does not exist."""
-        names = self._cast.tools_of(request.task)
+        names = self._agent_catalog.tools_of(request.task)
         if names not in self._toolsets:
             tools = toolset(names, [*self._job.tools, *self._outside.tools])
             self._toolsets[names] = tools, hash_of_tools(tools)
@@ -297,13 +297,13 @@ class _Worker:
 
     def _append(self, event: Event) -> None:
         self._outbox.append(event)
-        self._pulse.count("events_written")
+        self._program_metrics.count("events_written")
 
 
-class _Mute:
+class _MissingTeacher:
     """Stands where a demonstration is asked for and the job has no teacher."""
 
-    async def next_turn(self, moment: Moment) -> Turn:
+    async def next_turn(self, turn_request: TurnRequest) -> Turn:
         raise PolicyFailed("the job has no function demonstrate")
 
 

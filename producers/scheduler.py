@@ -14,13 +14,13 @@ from functools import singledispatchmethod
 import msgspec
 from msgspec import Struct
 
-from producers.attempt import Attempt, close_unplayed, without_world
+from producers.attempt import AttemptWriter, close_unplayed, without_world
 from producers.cancellation import Cancellations, CancellationsState
 from producers.config import SchedulerSettings
 from producers.planner import follow
 from producers.scheduling.demand import Demand, DemandState
-from producers.scheduling.ledger import Ask, Group, Judged, Ledger, LedgerState, Refusal, group_id_of
-from producers.scheduling.members import SECONDS_SAMPLED, Members, Wanted, request_id, trajectory_id
+from producers.scheduling.ledger import Group, GroupOutcome, GroupRequest, Ledger, LedgerState, Refusal, group_id_of
+from producers.scheduling.members import SECONDS_SAMPLED, MemberAction, Members, request_id, trajectory_id
 from producers.scheduling.newest import Newest
 from producers.scheduling.pacing import GIVEN_UP_KEPT, JUDGED, OVER, Pacing, PacingState, Standing
 from producers.scheduling.serving import Serving, ServingState
@@ -40,7 +40,7 @@ from schemas.events import (
     WeightsPublished,
 )
 from schemas.ids import derived_id
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
@@ -53,26 +53,37 @@ _GROUP_TOPICS = ("trajectories", "rewards", "groups")
 "keyed by group: a group that one of their messages was refused for can never be completed"
 
 
-def run(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: SchedulerSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Schedules until told to stop. Raises LogUnavailable."""
     log = open_log(run)
     try:
-        schedule(run, settings, pulse, stop, log)
+        schedule(run, settings, program_metrics, stop, log)
     finally:
         log.close()
 
 
-def schedule(run: Run, settings: SchedulerSettings, pulse: Pulse, stop: threading.Event, log: Log) -> None:
+def schedule(
+    run: Run, settings: SchedulerSettings, program_metrics: ProgramMetrics, stop: threading.Event, log: Log
+) -> None:
     """The program over any log."""
     plan = Plan(run, settings)
-    follow(plan, run, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(plan, pulse))
+    follow(
+        plan,
+        run,
+        log,
+        TOPICS_READ,
+        settings.poll_seconds,
+        program_metrics,
+        stop,
+        lambda: _report_metrics(plan, program_metrics),
+    )
 
 
-def _tell(plan: "Plan", pulse: Pulse) -> None:
-    pulse.gauge("running", plan.rollouts_running)
-    pulse.gauge("waiting", plan.tasks_waiting)
-    pulse.gauge("version", plan.version)
-    pulse.detail = ("paused; " if plan.is_paused else "") + (
+def _report_metrics(plan: "Plan", program_metrics: ProgramMetrics) -> None:
+    program_metrics.gauge("running", plan.rollouts_running)
+    program_metrics.gauge("waiting", plan.tasks_waiting)
+    program_metrics.gauge("version", plan.version)
+    program_metrics.detail = ("paused; " if plan.is_paused else "") + (
         f"groups: {plan.groups_accepted} accepted, {plan.groups_running} running, {plan.groups_budget} allowed"
         + (f", {plan.groups_stale} too old to be trained on" if plan.groups_stale else "")
         + (f", {plan.groups_given_up} refused ({plan.refused_because})" if plan.groups_given_up else "")
@@ -120,10 +131,10 @@ class Plan:
             return
         ask = _ask_of(event, address, self._run.seed)
         if self._ledger.submit(event, ask, address.partition if address is not None else 0):
-            self._demand.submitted(ask)
-            self._note_called_off(ask.task_id if ask.task_id in self._cancellations else None)
+            self._demand.note_submitted(ask)
+            self._note_cancelled(ask.task_id if ask.task_id in self._cancellations else None)
             self._place(ask.group_id)
-            self._is_calling_off = self._is_calling_off or self._is_called_off(ask)
+            self._is_calling_off = self._is_calling_off or self._is_cancelled(ask)
 
     @apply.register
     def _(self, event: RolloutRequested, address: Address | None = None) -> None:
@@ -147,7 +158,7 @@ class Plan:
         group_id = event.meta.group_id or ""
         group = self._ledger.find(group_id) if event.meta.purpose == "train" else None
         if group is not None and group.judged is None:
-            group.judged = Judged.of(event)
+            group.judged = GroupOutcome.of(event)
             self._place(group_id)
 
     @apply.register
@@ -169,7 +180,7 @@ class Plan:
     @apply.register
     def _(self, event: WeightsPublished, address: Address | None = None) -> None:
         self._serving.note_published(event)
-        self._demand.published(self._serving.version)
+        self._demand.note_published(self._serving.version)
 
     @apply.register
     def _(self, event: WeightsLoaded, address: Address | None = None) -> None:
@@ -181,7 +192,7 @@ class Plan:
             self.is_paused = event.command != "resume"
         if self._cancellations.note(event):
             self._is_calling_off = True
-            self._note_called_off(event.meta.task_id)
+            self._note_cancelled(event.meta.task_id)
 
     @apply.register
     def _(self, event: EventRejected, address: Address | None = None) -> None:
@@ -203,10 +214,12 @@ class Plan:
             return  # facts of it were read before the task itself
         self._move(group_id, group, ask, self._standing_of(group, ask))
 
-    def _standing_of(self, group: Group, ask: Ask) -> Standing:
-        return self._pacing.standing_of(group, self._is_called_off(ask), self._ledger.is_caught_up)
+    def _standing_of(self, group: Group, ask: GroupRequest) -> Standing:
+        return self._pacing.standing_of(group, self._is_cancelled(ask), self._ledger.is_caught_up)
 
-    def _move(self, group_id: str, group: Group, ask: Ask, standing: Standing, *, is_restored: bool = False) -> None:
+    def _move(
+        self, group_id: str, group: Group, ask: GroupRequest, standing: Standing, *, is_restored: bool = False
+    ) -> None:
         before = self._pacing.place(group_id, group, standing)
         if before == "waiting" != standing:
             self._demand.remove(ask)
@@ -233,11 +246,11 @@ class Plan:
         events: list[Event] = []
         self._settle()
         self._forget_given_up()
-        self._let_go()
-        self._call_off(now, events)
+        self._drop_overtaken()
+        self._cancel(now, events)
         if not self.is_paused:
             for wanted in self._members.next(now, self._can_be_served):
-                self._ask_again(wanted, now, events)
+                self._retry_members(wanted, now, events)
             self._demonstrate(now, events)
             self._evaluate(now, events)
             self._train(now, events)
@@ -283,12 +296,12 @@ class Plan:
     def tasks_waiting(self) -> int:
         return len(self._demand)
 
-    def _note_called_off(self, task_id: str | None) -> None:
+    def _note_cancelled(self, task_id: str | None) -> None:
         group = None if task_id is None else self._ledger.find(group_id_of(task_id))
         if group is not None:
             group.is_called_off = True
 
-    def _is_called_off(self, ask: Ask) -> bool:
+    def _is_cancelled(self, ask: GroupRequest) -> bool:
         group = self._ledger.find(ask.group_id)
         if group is not None and group.is_called_off:
             return True
@@ -296,24 +309,24 @@ class Plan:
             ask.task_id, ask.session_id, ask.submitted_at
         )
 
-    def _call_off(self, now: int, events: list[Event]) -> None:
+    def _cancel(self, now: int, events: list[Event]) -> None:
         """Closes every member that is called off and has not ended: absence is a fact, so that whoever counts can end."""
         if not self._is_calling_off:
             return
         self._is_calling_off = False
         for group_id, group in self._ledger:
-            if group.ask is not None and self._is_called_off(group.ask):
+            if group.ask is not None and self._is_cancelled(group.ask):
                 self._place(group_id)
                 for index in range(group.ask.task.group_size):
                     self._close(group.ask, index, "called off", now, events)
 
-    def _close(self, ask: Ask, index: int, reason: str, now: int, events: list[Event]) -> None:
+    def _close(self, ask: GroupRequest, index: int, reason: str, now: int, events: list[Event]) -> None:
         """Ends a member as cancelled, unless it has ended. The attempt is the same each time it is closed."""
         group = self._ledger.find(ask.group_id)
         if group is None or not self._members.close(ask.group_id, index):
             return
         request = self._request(ask, index, max(0, group.member(index).retry), now)
-        attempt = Attempt(request, events.append, derived_id("cancelled", request.meta.id))
+        attempt = AttemptWriter(request, events.append, derived_id("cancelled", request.meta.id))
         close_unplayed(attempt, _SENDER, "cancelled", reason)
 
     def _settle(self) -> None:
@@ -337,22 +350,22 @@ class Plan:
         assert group.refusal is not None
         return group.refusal.at, group_id, group
 
-    def _let_go(self) -> None:
+    def _drop_overtaken(self) -> None:
         """Of a curriculum: what still waits after many newer tasks is not asked for any more, called off or not."""
         closing = [self._ledger.find(group_id) for group_id in self._pacing.with_standing("closing")]
         asks = [group.ask for group in closing if group is not None and group.ask is not None]
-        for ask in (*self._demand.waiting_too_long(), *filter(self._demand.is_let_go, asks)):
+        for ask in (*self._demand.waiting_too_long(), *filter(self._demand.is_overtaken, asks)):
             group = self._ledger.find(ask.group_id)
             assert group is not None
             self._move(ask.group_id, group, ask, "unasked")
 
-    def _ask_again(self, wanted: Wanted, now: int, events: list[Event]) -> None:
+    def _retry_members(self, wanted: MemberAction, now: int, events: list[Event]) -> None:
         if wanted.given_up_because is None:
             self._ask(wanted.ask, wanted.index, wanted.retry, now, events)
         else:
             self._close(wanted.ask, wanted.index, wanted.given_up_because, now, events)
 
-    def _can_be_served(self, ask: Ask) -> bool:
+    def _can_be_served(self, ask: GroupRequest) -> bool:
         if ask.purpose == "demonstrate":
             return True
         if ask.required_version is not None:
@@ -373,21 +386,21 @@ class Plan:
     def _train(self, now: int, events: list[Event]) -> None:
         if self._serving.version_served_max < self._run.job.first_version:
             return
-        while self._demand.has_lessons and self._pacing.has_room(self.version):
-            self._open(self._demand.lesson(self.version, self._pacing.asked), now, events)
+        while self._demand.has_training and self._pacing.has_room(self.version):
+            self._open(self._demand.next_training(self.version, self._pacing.asked), now, events)
 
-    def _open(self, ask: Ask, now: int, events: list[Event]) -> int:
+    def _open(self, ask: GroupRequest, now: int, events: list[Event]) -> int:
         """Asks for all members of a group, side by side; returns how many."""
         for index in range(ask.task.group_size):
             self._ask(ask, index, 0, now, events)
         return ask.task.group_size
 
-    def _ask(self, ask: Ask, index: int, retry: int, now: int, events: list[Event]) -> None:
+    def _ask(self, ask: GroupRequest, index: int, retry: int, now: int, events: list[Event]) -> None:
         request = self._request(ask, index, retry, now)
         self.apply(request)
         events.append(request)
 
-    def _request(self, ask: Ask, index: int, retry: int, now: int) -> RolloutRequested:
+    def _request(self, ask: GroupRequest, index: int, retry: int, now: int) -> RolloutRequested:
         return RolloutRequested(
             meta=Meta(
                 id=request_id(ask.task_id, index, retry),
@@ -445,7 +458,7 @@ class Plan:
         state = msgspec.msgpack.decode(encoded, type=_PlanState)
         self._serving.restore(state.serving)
         self._demand.restore(state.demand)
-        self._demand.published(self._serving.version)
+        self._demand.note_published(self._serving.version)
         self._pacing.restore(state.pacing)
         self._cancellations.restore(state.cancellations)
         self._members.seconds_sampled = Newest(SECONDS_SAMPLED, state.seconds_sampled)
@@ -458,10 +471,10 @@ class Plan:
         self._is_calling_off = bool(self._cancellations)
 
 
-def _ask_of(event: TaskSubmitted, address: Address | None, run_seed: int) -> Ask:
+def _ask_of(event: TaskSubmitted, address: Address | None, run_seed: int) -> GroupRequest:
     meta, task = event.meta, event.task
     kept = without_world(task) if address is not None else task
-    return Ask(
+    return GroupRequest(
         task_id=meta.task_id or "",
         group_id=group_id_of(meta.task_id or ""),
         session_id=meta.session_id,

@@ -15,8 +15,8 @@ from itertools import batched
 import msgspec
 
 from producers.scheduling.ledger import RECENT_TASKS
-from producers.task_lines import Names, TaskLine, parse_lines
-from producers.topology import cast_of
+from producers.task_lines import KnownNames, TaskLine, parse_lines
+from producers.topology import agent_catalog_of
 from schemas.events import Meta, Sampling, Task, TaskSubmitted
 from schemas.ids import derived_id, now_microseconds
 from schemas.job import load_job
@@ -32,7 +32,7 @@ and close to each other, unless one stalls just then: the scheduler knows a copy
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class SubmissionResult:
     """What came of a submission."""
 
     submitted: int
@@ -42,12 +42,12 @@ class Submitted:
 
 def submit(
     lines: Iterable[bytes], run: Run, log: Log, *, sampling: Sampling, source: str = "tasks", now: int | None = None
-) -> Submitted:
+) -> SubmissionResult:
     """Puts tasks to a run; returns when the log has them. `source` is what errors call the lines.
 
     Raises BadInput, before anything is submitted, when any line is bad; LogUnavailable."""
     job = load_job(run.job.module)
-    names = Names(job, cast_of(job, run.job.agents))
+    names = KnownNames(job, agent_catalog_of(job, run.job.agents))
     parsed = parse_lines(lines, source, names, run.job.group_size)
     now = now_microseconds() if now is None else now
     events = {
@@ -67,7 +67,7 @@ def submit(
             fresh += len(new)
     finally:
         reader.close()
-    return Submitted(fresh, len(parsed) - fresh)
+    return SubmissionResult(fresh, len(parsed) - fresh)
 
 
 def _read_ids(run: Run, reader: Reader, known: set[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from producers.topology import Cast
+from producers.topology import AgentCatalog
 from sandboxes.outside.providers import require_tools
 from sandboxes.worlds.world import world_from_json
 from schemas.errors import BadInput
@@ -58,11 +58,11 @@ class TaskLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 @dataclass(frozen=True)
-class Names:
+class KnownNames:
     """What tasks of a job may name."""
 
     job: Job
-    cast: Cast
+    agent_catalog: AgentCatalog
     _passed: set[tuple[str, ...]] = field(default_factory=set)
 
     def require(self, task: Task) -> None:
@@ -70,12 +70,12 @@ class Names:
         named = (task.agent, "", *task.toolset, "", *task.scorers)
         if named not in self._passed:  # tasks of a job name the same few things a million times
             self._require_agent(task.agent)
-            require_tools(self.cast.tools_of(task), self.job.tools)
+            require_tools(self.agent_catalog.tools_of(task), self.job.tools)
             self._require_scorers(task.scorers)
             self._passed.add(named)
 
     def _require_agent(self, name: str) -> None:
-        known = [*self.cast.agents, *self.cast.topologies]
+        known = [*self.agent_catalog.agents, *self.agent_catalog.topologies]
         if known and name not in known:
             raise ValueError(f"there is no agent {name!r}; known agents: {', '.join(sorted(known))}")
 
@@ -88,7 +88,7 @@ class Names:
                 raise ValueError(f"there is no scorer {name!r}; known scorers: {', '.join(sorted(known))}")
 
 
-def read_tasks(path: Path, names: Names) -> list[Task]:
+def read_tasks(path: Path, names: KnownNames) -> list[Task]:
     """The tasks of a JSONL file. Raises BadInput that names the file, the line and what is wrong with it."""
     try:
         lines = path.read_bytes().splitlines()
@@ -97,7 +97,7 @@ def read_tasks(path: Path, names: Names) -> list[Task]:
     return [task for _, task in parse_lines(lines, f"tasks file {path}", names, group_size=1)]
 
 
-def parse_lines(lines: Iterable[bytes], source: str, names: Names, group_size: int) -> list[tuple[TaskLine, Task]]:
+def parse_lines(lines: Iterable[bytes], source: str, names: KnownNames, group_size: int) -> list[tuple[TaskLine, Task]]:
     """Every task of these lines; empty lines are passed over. Raises BadInput that says what is wrong with the first bad
     line, and names the others. `group_size` is for tasks that do not say theirs."""
     parsed: list[tuple[TaskLine, Task]] = []
@@ -126,7 +126,7 @@ def _others(numbers: list[int]) -> str:
     return f" ({len(numbers)} more bad lines: {named}{', …' if len(numbers) > _LINES_NAMED_MAX else ''})"
 
 
-def checked(tasks: Tasks, names: Names, source: str) -> Tasks:
+def check_tasks(tasks: Tasks, names: KnownNames, source: str) -> Tasks:
     """The same tasks, each checked as it is drawn. Raises BadInput."""
 
     def drawn(split: str, seed: int, start: int = 0) -> Iterator[Task]:

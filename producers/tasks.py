@@ -21,10 +21,10 @@ from msgspec import Struct
 
 from producers.config import FeederSettings
 from producers.feeding.ends import EndlessEnds, FiniteEnds, PartitionEnds, counts
-from producers.feeding.numbers import EVENTS_PER_DECISION_MAX, Numbers, NumbersState
+from producers.feeding.numbers import EVENTS_PER_DECISION_MAX, NumbersState, SubmittedNumbers
 from producers.planner import follow
-from producers.task_lines import Names, checked, read_tasks, require_first
-from producers.topology import Cast, cast_of
+from producers.task_lines import KnownNames, check_tasks, read_tasks, require_first
+from producers.topology import AgentCatalog, agent_catalog_of
 from schemas.errors import BadInput
 from schemas.events import (
     Address,
@@ -40,7 +40,7 @@ from schemas.events import (
 )
 from schemas.ids import derived_id
 from schemas.job import Job, Tasks, load_job
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
@@ -54,25 +54,34 @@ _FOLD = "feeder-1"
 _SENDER = "feeder"
 
 
-def run(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: FeederSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Feeds until told to stop. Raises LogUnavailable, and BadInput for a tasks file or job that cannot be used."""
     log = open_log(run)
     try:
-        feed(run, settings, pulse, stop, log)
+        feed(run, settings, program_metrics, stop, log)
     finally:
         log.close()
 
 
-def feed(run: Run, settings: FeederSettings, pulse: Pulse, stop: threading.Event, log: Log) -> None:
+def feed(run: Run, settings: FeederSettings, program_metrics: ProgramMetrics, stop: threading.Event, log: Log) -> None:
     """The program over any log."""
     job = load_job(run.job.module)
-    feed = Feed(run, settings, tasks_of(run, settings, job), cast_of(job, run.job.agents))
-    follow(feed, run, log, TOPICS_READ, settings.poll_seconds, pulse, stop, lambda: _tell(feed, pulse))
+    feed = Feed(run, settings, tasks_of(run, settings, job), agent_catalog_of(job, run.job.agents))
+    follow(
+        feed,
+        run,
+        log,
+        TOPICS_READ,
+        settings.poll_seconds,
+        program_metrics,
+        stop,
+        lambda: _report_metrics(feed, program_metrics),
+    )
 
 
-def _tell(feed: "Feed", pulse: Pulse) -> None:
-    pulse.detail = feed.phase
-    pulse.gauge("step", max(0, feed.version - feed.version_first))
+def _report_metrics(feed: "Feed", program_metrics: ProgramMetrics) -> None:
+    program_metrics.detail = feed.phase
+    program_metrics.gauge("step", max(0, feed.version - feed.version_first))
 
 
 def evaluation_session(version: int, kind: Literal["sampled", "greedy"]) -> str:
@@ -121,25 +130,27 @@ class _FeedState(Struct, frozen=True):
 class Feed:
     """What was submitted, what came of it, and what to submit next. Pure: time is an argument."""
 
-    def __init__(self, run: Run, settings: FeederSettings, tasks: Tasks, cast: Cast | None = None) -> None:
+    def __init__(
+        self, run: Run, settings: FeederSettings, tasks: Tasks, agent_catalog: AgentCatalog | None = None
+    ) -> None:
         self._run = run
         self._settings = settings
         self._tasks = tasks
-        self._cast = cast or Cast()
+        self._agent_catalog = agent_catalog or AgentCatalog()
         self.version_first = run.job.first_version
         self.version_last = self.version_first + run.job.steps if run.job.steps > 0 else None
         "None = the run need not end"
         self.version = -1
         "newest published version"
         self.phase = "waits for the first weights"
-        self._numbers: dict[str, Numbers] = {}
+        self._numbers: dict[str, SubmittedNumbers] = {}
         self._ends: dict[str, FiniteEnds] = {}
         self._train_ends = EndlessEnds()
         self._demonstrations_are_over = False
         self._evaluations_over = 0
         self._evaluations_over_early: set[int] = set()
         self._is_caught_up = False
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _TaskStream] = {}
         self._held: set[int] = set()
 
     # what happened
@@ -306,7 +317,7 @@ class Feed:
         if ended < submitted or ended >= tasks:
             return ended >= tasks
         # all that were submitted have ended: a restarted feeder must not hold servers again only to find no more
-        return next(self._drawn(session, submitted), None) is None
+        return next(self._draw(session, submitted), None) is None
 
     def _forget(self, name: str) -> None:
         """A session that is over is known by that alone."""
@@ -314,9 +325,9 @@ class Feed:
         self._ends.pop(name, None)
         self._streams.pop(name, None)
 
-    def _numbers_of(self, name: str) -> Numbers:
+    def _numbers_of(self, name: str) -> SubmittedNumbers:
         if name not in self._numbers:
-            self._numbers[name] = Numbers(lambda number: self._task_id(name, number))
+            self._numbers[name] = SubmittedNumbers(lambda number: self._task_id(name, number))
             if self._is_caught_up:
                 self._numbers[name].settle()
         return self._numbers[name]
@@ -326,7 +337,7 @@ class Feed:
         numbers = self._numbers_of(session.name)
         while numbers.next < tasks and len(events) < EVENTS_PER_DECISION_MAX:
             if session.name not in self._streams:
-                self._streams[session.name] = _Stream(self._drawn(session, numbers.next), numbers.next)
+                self._streams[session.name] = _TaskStream(self._draw(session, numbers.next), numbers.next)
             task = self._streams[session.name].task(numbers.next)
             if task is None:
                 return
@@ -334,7 +345,7 @@ class Feed:
             events.append(self._task_submitted(session, numbers.next, task, now + len(events)))
             numbers.submit(numbers.next)
 
-    def _drawn(self, session: _Session, start: int) -> Iterator[Task]:
+    def _draw(self, session: _Session, start: int) -> Iterator[Task]:
         """All evaluations see the same held-out tasks; demonstrations and training see different ones."""
         purpose = "heldout" if session.split == "heldout" else session.name
         digest = hashlib.sha256(f"{self._run.seed}/{purpose}".encode()).digest()
@@ -373,7 +384,7 @@ class Feed:
         state = msgspec.msgpack.decode(encoded, type=_FeedState)
         self.version = state.version
         self._numbers = {
-            name: Numbers(partial(self._task_id, name), numbers) for name, numbers in state.numbers.items()
+            name: SubmittedNumbers(partial(self._task_id, name), numbers) for name, numbers in state.numbers.items()
         }
         self._ends = {name: FiniteEnds(ended) for name, ended in state.ends.items()}
         self._train_ends = EndlessEnds(state.train_ends)
@@ -383,7 +394,7 @@ class Feed:
 
     def _task_submitted(self, session: _Session, number: int, task: Task, now: int) -> TaskSubmitted:
         task_id = self._task_id(session.name, number)
-        agent = task.agent if self._cast.plays(task.agent) else session.agent or task.agent
+        agent = task.agent if self._agent_catalog.plays(task.agent) else session.agent or task.agent
         changes: dict[str, Any] = {"group_size": session.group_size, "agent": agent}
         return TaskSubmitted(
             meta=Meta(
@@ -424,7 +435,7 @@ class Feed:
 
 
 @dataclass
-class _Stream:
+class _TaskStream:
     """Tasks of a session as they are drawn, in the order of their numbers."""
 
     tasks: Iterator[Task]
@@ -444,17 +455,17 @@ class _Stream:
 
 def tasks_of(run: Run, settings: FeederSettings, job: Job) -> Tasks:
     """Where tasks come from: the job, or a file of one's own. Raises BadInput."""
-    cast = cast_of(job, run.job.agents)
-    taught = any(agent.teacher for agent in cast.agents.values())
+    agent_catalog = agent_catalog_of(job, run.job.agents)
+    taught = any(agent.teacher for agent in agent_catalog.agents.values())
     if run.job.demonstrations > 0 and job.demonstrate is None and not taught:
         raise BadInput(
             f"job {job.name} has no function demonstrate: give it one, give an agent a teacher, or set [job] demonstrations = 0"
         )
     if settings.tasks_file is None:
-        tasks = checked(job.tasks, Names(job, cast), f"job {job.name}")
+        tasks = check_tasks(job.tasks, KnownNames(job, agent_catalog), f"job {job.name}")
         require_first(tasks, f"job {job.name}")
         return tasks
-    found = read_tasks(Path(settings.tasks_file), Names(job, cast))
+    found = read_tasks(Path(settings.tasks_file), KnownNames(job, agent_catalog))
     by_split = {split: [task for task in found if task.split == split] for split in ("train", "heldout")}
     if not by_split["train"]:
         raise BadInput(f"tasks file {settings.tasks_file} has no task of split train")

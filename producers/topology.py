@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from producers.agent import POLICY, Agent, Model, errand_tool
+from producers.agent import POLICY, Agent, Model, peer_tool
 from sandboxes.outside.providers import require_tools
 from sandboxes.tools.tool import Tool
 from schemas.errors import BadInput
@@ -78,7 +78,7 @@ class Team(_Topology, frozen=True, kw_only=True, tag="team"):
 type Topology = Series | Parallel | Loop | HandOff | Team
 
 
-class Cast(Struct, frozen=True, kw_only=True):
+class AgentCatalog(Struct, frozen=True, kw_only=True):
     """Agents, topologies and models by name, checked: every name is known, and nobody has to wait for himself."""
 
     agents: dict[str, Agent] = {}
@@ -86,7 +86,7 @@ class Cast(Struct, frozen=True, kw_only=True):
     models: dict[str, Model] = {}
 
     @classmethod
-    def of(cls, entries: Iterable[Any]) -> "Cast":
+    def of(cls, entries: Iterable[Any]) -> "AgentCatalog":
         """From Python. Raises BadInput that says which entry is wrong and why."""
         kinds: dict[type, dict[str, Any]] = {Agent: {}, _Topology: {}, Model: {}}
         seen: set[str] = set()
@@ -98,14 +98,14 @@ class Cast(Struct, frozen=True, kw_only=True):
                 raise BadInput(f"AGENTS holds two entries called {entry.name!r}: give one another name")
             seen.add(entry.name)
             kinds[kind][entry.name] = entry
-        return _checked(cls(agents=kinds[Agent], topologies=kinds[_Topology], models=kinds[Model]))
+        return _check_catalog(cls(agents=kinds[Agent], topologies=kinds[_Topology], models=kinds[Model]))
 
     @classmethod
-    def from_toml(cls, path: Path) -> "Cast":
+    def from_toml(cls, path: Path) -> "AgentCatalog":
         """From a file with tables [agents.NAME], [topologies.NAME] and [models.NAME]. Raises BadInput with the place."""
         try:
             raw = tomllib.loads(path.read_text())
-            entries = msgspec.convert(_named(raw), _Tables)
+            entries = msgspec.convert(_with_names(raw), _Tables)
         except OSError as error:
             raise BadInput(f"{path} cannot be read ({error.strerror}): name a TOML file of agents") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
@@ -137,7 +137,7 @@ class Cast(Struct, frozen=True, kw_only=True):
         named = [task.toolset if agent.tools is None else agent.tools for agent in agents]
         return tuple(dict.fromkeys(name for names in named for name in names))
 
-    def errands(self, name: str, agent: str) -> dict[str, Tool]:
+    def peer_tools(self, name: str, agent: str) -> dict[str, Tool]:
         """The tools by which an agent speaks to others when `name` is played."""
         found = [self.topologies[inner] for inner in self._inside(name)]
         workers = [w for team in found if isinstance(team, Team) and team.leader == agent for w in team.workers]
@@ -146,9 +146,9 @@ class Cast(Struct, frozen=True, kw_only=True):
         tools: dict[str, Tool] = {}
         if workers:
             description = "Give a worker something to do, and read the answer."
-            tools[ASK] = errand_tool(ASK, description, tuple(dict.fromkeys(workers)))
+            tools[ASK] = peer_tool(ASK, description, tuple(dict.fromkeys(workers)))
         if others:
-            tools[HAND_OFF] = errand_tool(HAND_OFF, "Hand the task to another agent, who takes over.", tuple(others))
+            tools[HAND_OFF] = peer_tool(HAND_OFF, "Hand the task to another agent, who takes over.", tuple(others))
         return tools
 
     def _inside(self, name: str) -> Iterator[str]:
@@ -159,15 +159,15 @@ class Cast(Struct, frozen=True, kw_only=True):
                 yield from self._inside(member)
 
 
-def cast_of(job: Job, agents_file: str | None) -> Cast:
+def agent_catalog_of(job: Job, agents_file: str | None) -> AgentCatalog:
     """The cast of a run: of the file where one is named, else of the job's AGENTS. Raises BadInput."""
-    cast = Cast.from_toml(Path(agents_file)) if agents_file else Cast.of(job.agents)
-    for agent in cast.agents.values():
+    agent_catalog = AgentCatalog.from_toml(Path(agents_file)) if agents_file else AgentCatalog.of(job.agents)
+    for agent in agent_catalog.agents.values():
         try:
             require_tools(agent.tools or (), job.tools)
         except ValueError as error:
             raise BadInput(f"agent {agent.name!r}: {error}") from error
-    return cast
+    return agent_catalog
 
 
 class _Tables(Struct, forbid_unknown_fields=True):
@@ -176,7 +176,7 @@ class _Tables(Struct, forbid_unknown_fields=True):
     models: dict[str, Model] = {}
 
 
-def _named(raw: dict[str, Any]) -> dict[str, Any]:
+def _with_names(raw: dict[str, Any]) -> dict[str, Any]:
     """The tables with the name of each put into it."""
     return {
         section: {name: {"name": name, **table} if isinstance(table, dict) else table for name, table in tables.items()}
@@ -198,30 +198,30 @@ def _members(topology: Topology) -> tuple[str, ...]:
             return topology.leader, *topology.workers
 
 
-def _checked(cast: Cast) -> Cast:
-    _check_models(cast)
-    for topology in cast.topologies.values():
+def _check_catalog(agent_catalog: AgentCatalog) -> AgentCatalog:
+    _check_models(agent_catalog)
+    for topology in agent_catalog.topologies.values():
         if not _members(topology):
             raise BadInput(f"topology {topology.name!r} has no members")
         for member in _members(topology):
-            if not cast.plays(member):
-                known = ", ".join([*cast.agents, *cast.topologies])
+            if not agent_catalog.plays(member):
+                known = ", ".join([*agent_catalog.agents, *agent_catalog.topologies])
                 raise BadInput(f"topology {topology.name!r} names {member!r}, which is none of {known}")
-    _check_circles(cast.topologies)
-    for topology in cast.topologies.values():
-        _CHECKS.get(type(topology), _nothing)(cast, topology)
-    return cast
+    _check_circles(agent_catalog.topologies)
+    for topology in agent_catalog.topologies.values():
+        _CHECKS.get(type(topology), _check_nothing)(agent_catalog, topology)
+    return agent_catalog
 
 
-def _check_models(cast: Cast) -> None:
-    known = {POLICY, *cast.models}
-    for agent in cast.agents.values():
+def _check_models(agent_catalog: AgentCatalog) -> None:
+    known = {POLICY, *agent_catalog.models}
+    for agent in agent_catalog.agents.values():
         for name in (agent.model, agent.teacher):
             if name is not None and name not in known:
                 raise BadInput(
                     f"agent {agent.name!r} names the model {name!r}, which is none of {', '.join(sorted(known))}"
                 )
-    for model in cast.models.values():
+    for model in agent_catalog.models.values():
         if not model.servers:
             raise BadInput(f"model {model.name!r} has no servers")
 
@@ -241,40 +241,40 @@ def _check_circles(topologies: Mapping[str, Topology]) -> None:
         visit(name, ())
 
 
-def _check_parallel(cast: Cast, topology: Any) -> None:
+def _check_parallel(agent_catalog: AgentCatalog, topology: Any) -> None:
     taken: dict[str, str] = {}
     for step in topology.steps:
-        for agent in cast.members(step):
+        for agent in agent_catalog.members(step):
             if agent in taken:
                 raise BadInput(f"in {topology.name!r} agent {agent!r} would speak in two branches at once")
             taken[agent] = step
 
 
-def _check_loop(cast: Cast, topology: Any) -> None:
+def _check_loop(agent_catalog: AgentCatalog, topology: Any) -> None:
     if topology.rounds_max < 1:
         raise BadInput(f"loop {topology.name!r}: rounds_max must be at least 1")
 
 
-def _check_hand_off(cast: Cast, topology: Any) -> None:
+def _check_hand_off(agent_catalog: AgentCatalog, topology: Any) -> None:
     for agent in topology.agents:
-        if agent not in cast.agents:
+        if agent not in agent_catalog.agents:
             raise BadInput(f"hand-off {topology.name!r} names {agent!r}, which is a topology: agents only")
 
 
-def _check_team(cast: Cast, topology: Any) -> None:
-    if topology.leader not in cast.agents:
+def _check_team(agent_catalog: AgentCatalog, topology: Any) -> None:
+    if topology.leader not in agent_catalog.agents:
         raise BadInput(f"the leader of team {topology.name!r} must be an agent, and {topology.leader!r} is a topology")
     if not topology.workers:
         raise BadInput(f"team {topology.name!r} has no workers")
     for worker in topology.workers:
-        if topology.leader in cast.members(worker):
+        if topology.leader in agent_catalog.members(worker):
             raise BadInput(f"in team {topology.name!r} the leader {topology.leader!r} would have to wait for itself")
 
 
-def _nothing(cast: Cast, topology: Any) -> None: ...
+def _check_nothing(agent_catalog: AgentCatalog, topology: Any) -> None: ...
 
 
-_CHECKS: dict[type, Callable[[Cast, Any], None]] = {
+_CHECKS: dict[type, Callable[[AgentCatalog, Any], None]] = {
     Parallel: _check_parallel,
     Loop: _check_loop,
     HandOff: _check_hand_off,

@@ -7,21 +7,21 @@ infrastructure error (sandbox, server, a broken task), which is nobody's fault a
 
 import asyncio
 import hashlib
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
+import structlog
 
 from producers.agent import only_agent
-from producers.attempt import Attempt, Emit, close_unplayed, without_world, world_hash_of
-from producers.cancellation import Recall
+from producers.attempt import AttemptWriter, Emit, close_unplayed, without_world, world_hash_of
+from producers.cancellation import CancelHandle
 from producers.chat import Chat
-from producers.ensemble import Ensemble, Voices
+from producers.ensemble import Ensemble, Policies
+from producers.participant import AgentStopped, KeepBlob, Rollout
 from producers.policy import Policy, PolicyFailed
-from producers.seat import Ended, KeepBlob, Rollout
-from producers.topology import Cast
+from producers.topology import AgentCatalog
 from sandboxes.protocol import SandboxFailed
 from sandboxes.tools.tool import Tool
 from sandboxes.workbench import Workbench
@@ -30,7 +30,7 @@ from schemas.events import EndedBy, RolloutEnded, RolloutRequested, RolloutStart
 from schemas.ids import now_microseconds
 from schemas.packed import pack_tokens
 
-logger = logging.getLogger(__name__)
+logger = structlog.get_logger()
 
 COST_PER_TOKEN_SAMPLED = 1e-6
 COST_PER_TOKEN_READ = 1e-7
@@ -38,7 +38,7 @@ COST_PER_TOKEN_READ = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class _Ending:
     """How it ended."""
 
     ended_by: EndedBy
@@ -57,8 +57,8 @@ async def play(
     emit: Emit,
     keep_blob: KeepBlob,
     tools_hash: str,
-    recall: Recall | None = None,
-    cast: Cast | None = None,
+    cancel_handle: CancelHandle | None = None,
+    agent_catalog: AgentCatalog | None = None,
     models: Mapping[str, Policy] | None = None,
 ) -> RolloutEnded:
     """Plays one attempt to its end, emitting every message; returns the last one. Closes the bench. A recall ends it early.
@@ -67,17 +67,19 @@ async def play(
     Raises only what `emit` raises, and CancelledError, after which the attempt stays without an end."""
     began = time.monotonic()
     task = request.task
-    if cast is None or not cast.plays(task.agent):
-        cast = Cast(agents={task.agent: only_agent(task.agent, system_prompt)})
-    attempt = Attempt(request, emit)
+    if agent_catalog is None or not agent_catalog.plays(task.agent):
+        agent_catalog = AgentCatalog(agents={task.agent: only_agent(task.agent, system_prompt)})
+    attempt = AttemptWriter(request, emit)
     rollout = Rollout(attempt, chat, bench, keep_blob)
     try:
-        ensemble = Ensemble(task, cast, Voices(policy, models or {}, request.meta.purpose or "train"), rollout)
+        ensemble = Ensemble(
+            task, agent_catalog, Policies(policy, models or {}, request.meta.purpose or "train"), rollout
+        )
         prompt = ensemble.entry.open(task.prompt)
     except (BadInput, PolicyFailed) as error:
         return close_unplayed(attempt, worker, "infra_error", f"agent {task.agent}: {error}")
-    emit(_started(rollout, ensemble.entry.agent.name, prompt, worker, tools_hash))
-    end = await _ended(rollout, ensemble, recall or Recall())
+    emit(_started_event(rollout, ensemble.entry.agent.name, prompt, worker, tools_hash))
+    end = await _run_agents(rollout, ensemble, cancel_handle or CancelHandle())
     ended = RolloutEnded(
         meta=attempt.meta("rollout", worker, "assemble"),
         ended_by=end.ended_by,
@@ -98,7 +100,7 @@ def hash_of_tools(tools: Mapping[str, Tool]) -> str:
     return hashlib.sha256(msgspec.json.encode([tool.specification() for tool in tools.values()])).hexdigest()
 
 
-def _started(rollout: Rollout, agent: str, prompt: list[int], worker: str, tools_hash: str) -> RolloutStarted:
+def _started_event(rollout: Rollout, agent: str, prompt: list[int], worker: str, tools_hash: str) -> RolloutStarted:
     request = rollout.attempt.request
     return RolloutStarted(
         meta=rollout.attempt.meta("rollout", worker, agent),
@@ -116,35 +118,35 @@ def _started(rollout: Rollout, agent: str, prompt: list[int], worker: str, tools
     )
 
 
-async def _ended(rollout: Rollout, ensemble: Ensemble, recall: Recall) -> _End:
+async def _run_agents(rollout: Rollout, ensemble: Ensemble, cancel_handle: CancelHandle) -> _Ending:
     """The agents at work under their deadline, with the errors of the infrastructure named."""
     seconds_left = (rollout.attempt.request.deadline - now_microseconds()) / 1e6
     if seconds_left <= 0:
-        return _End("infra_error", reason="the deadline had passed before a worker was free")
+        return _Ending("infra_error", reason="the deadline had passed before a worker was free")
     try:
         async with asyncio.timeout(seconds_left) as timeout, rollout.bench:
-            recall.bind(timeout)
-            return await _played(ensemble)
+            cancel_handle.bind(timeout)
+            return await _play_to_end(ensemble)
     except TimeoutError:
-        if recall.reason is not None:
-            return _End("cancelled", reason=recall.reason)
+        if cancel_handle.reason is not None:
+            return _Ending("cancelled", reason=cancel_handle.reason)
         # whoever never had the word is not to blame: a server was away for all of its time
         ended_by: EndedBy = "deadline" if rollout.turns_sampled else "infra_error"
-        return _End(ended_by, reason=f"not done after {seconds_left:.1f} s")
+        return _Ending(ended_by, reason=f"not done after {seconds_left:.1f} s")
     except PolicyFailed as error:
-        return _End("infra_error", reason=f"policy: {error}")
+        return _Ending("infra_error", reason=f"policy: {error}")
     except SandboxFailed as error:
-        return _End("infra_error", reason=f"sandbox: {error}")
+        return _Ending("infra_error", reason=f"sandbox: {error}")
     except LogUnavailable:
         raise
     except Exception as error:  # a job's teacher or tool may raise anything; it must not take the worker with it
-        logger.exception("rollout %s failed", rollout.attempt.request.meta.trajectory_id)
-        return _End("infra_error", reason=f"{type(error).__name__}: {error}")
+        logger.exception("rollout_failed", trajectory_id=rollout.attempt.request.meta.trajectory_id)
+        return _Ending("infra_error", reason=f"{type(error).__name__}: {error}")
 
 
-async def _played(ensemble: Ensemble) -> _End:
+async def _play_to_end(ensemble: Ensemble) -> _Ending:
     """How the agents ended by themselves, which leaves their sandbox as good as new: an exception would throw it away."""
     try:
-        return _End("answered", answer=await ensemble.play())
-    except Ended as end:
-        return _End(end.ended_by, reason=end.reason)
+        return _Ending("answered", answer=await ensemble.play())
+    except AgentStopped as end:
+        return _Ending(end.ended_by, reason=end.reason)

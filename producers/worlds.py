@@ -19,7 +19,7 @@ WORLDS_BYTES_KEPT = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PlayableRequest:
     """A request to be played, with its world."""
 
     delivery: Delivery
@@ -38,24 +38,28 @@ class Worlds:
         "by sha256, the one used last at the end"
         self._bytes = 0
 
-    def fill(self, deliveries: Iterable[Delivery]) -> list[Work]:
+    def fill(self, deliveries: Iterable[Delivery]) -> list[PlayableRequest]:
         """The same requests with their worlds. Raises LogUnavailable."""
         found = [(delivery, delivery.event) for delivery in deliveries]
         requests = [event for _, event in found if isinstance(event, RolloutRequested)]
         worlds = self._read({request.task.world_hash: request.world_at for request in requests if _refers(request)})
         return [
-            self._filled(delivery, event, worlds) if isinstance(event, RolloutRequested) else Work(delivery, None)
+            self._fill_one(delivery, event, worlds)
+            if isinstance(event, RolloutRequested)
+            else PlayableRequest(delivery, None)
             for delivery, event in found
         ]
 
-    def _filled(self, delivery: Delivery, request: RolloutRequested, worlds: dict[str, str]) -> Work:
+    def _fill_one(self, delivery: Delivery, request: RolloutRequested, worlds: dict[str, str]) -> PlayableRequest:
         if not _refers(request):
-            return Work(delivery, request)
+            return PlayableRequest(delivery, request)
         world = worlds.get(request.task.world_hash)
         if world is None:
             reason = f"no task with world {request.task.world_hash[:12]} stands at {request.world_at}"
-            return Work(delivery, request, reason)
-        return Work(delivery, msgspec.structs.replace(request, task=msgspec.structs.replace(request.task, world=world)))
+            return PlayableRequest(delivery, request, reason)
+        return PlayableRequest(
+            delivery, msgspec.structs.replace(request, task=msgspec.structs.replace(request.task, world=world))
+        )
 
     def _read(self, wanted: dict[str, Address | None]) -> dict[str, str]:
         """Worlds by hash; those that cannot be had are left out."""

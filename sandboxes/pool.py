@@ -20,7 +20,7 @@ from sandboxes.protocol import Backend, Sandbox, SandboxFailed
 logger = logging.getLogger(__name__)
 
 
-class Place:
+class Lease:
     """What one owner has leased. Its sandboxes are opened when they are first asked for."""
 
     def __init__(self, pool: "Pool", slot: int) -> None:
@@ -36,7 +36,7 @@ class Place:
             raise SandboxFailed("the lease has run out")
         number = self.slot + (self._pool.size if apart else 0)
         if number not in self.sandboxes:
-            self.sandboxes[number] = await self._pool.living(number)
+            self.sandboxes[number] = await self._pool.open_sandbox(number)
         return self.sandboxes[number]
 
     def expire(self) -> None:
@@ -83,29 +83,29 @@ class Pool:
         await self.close()
 
     @contextlib.asynccontextmanager
-    async def place(self, *, owner: str, seconds: float) -> AsyncIterator[Place]:
+    async def reserve(self, *, owner: str, seconds: float) -> AsyncIterator[Lease]:
         """A place for this owner; waits while all are taken. After `seconds` its sandboxes are closed under the owner,
         whose next call then raises SandboxFailed. SandboxFailed too when the pool is closed."""
         slot = await self._take()
-        place = Place(self, slot)
+        lease = Lease(self, slot)
         self.leased[slot] = owner
-        expiry = asyncio.get_running_loop().call_later(seconds, place.expire)
+        expiry = asyncio.get_running_loop().call_later(seconds, lease.expire)
         healthy = False
         try:
-            yield place
+            yield lease
             healthy = True
         finally:
             expiry.cancel()
             del self.leased[slot]
-            self._in_background(self._give_back(place, healthy))
+            self._in_background(self._give_back(lease, healthy))
 
     @contextlib.asynccontextmanager
     async def lease(self, *, owner: str, seconds: float, snapshot: bytes | None = None) -> AsyncIterator[Sandbox]:
         """A place's sandbox for the agent's code: clean, or with the files of a snapshot.
 
-        Raises as `place` does; SandboxFailed when none can be opened; OSError when the snapshot is refused."""
-        async with self.place(owner=owner, seconds=seconds) as place:
-            sandbox = await place.sandbox()
+        Raises as `reserve` does; SandboxFailed when none can be opened; OSError when the snapshot is refused."""
+        async with self.reserve(owner=owner, seconds=seconds) as lease:
+            sandbox = await lease.sandbox()
             if snapshot is not None:
                 await sandbox.restore(snapshot)
             yield sandbox
@@ -141,11 +141,11 @@ class Pool:
         if self._closed:
             raise SandboxFailed("the pool is closed")
 
-    async def living(self, number: int) -> Sandbox:
+    async def open_sandbox(self, number: int) -> Sandbox:
         """The sandbox of this number, or a new one when there is none or it died while nobody used it."""
         sandbox = self._sandboxes.get(number)
         if sandbox is not None and not sandbox.is_alive:
-            logger.warning("sandbox %s died while idle and is replaced", sandbox.sandbox_id)
+            logger.warning("idle_sandbox_died", extra={"sandbox": sandbox.sandbox_id})
             del self._sandboxes[number]
             await sandbox.close()
             sandbox = None
@@ -154,18 +154,18 @@ class Pool:
             sandbox = self._sandboxes[number] = await self.backend.open(number)
         return sandbox
 
-    def expire(self, place: Place) -> None:
-        for sandbox in place.sandboxes.values():
-            logger.warning("the lease of %s on %s ran out", self.leased.get(place.slot), sandbox.sandbox_id)
+    def expire(self, lease: Lease) -> None:
+        for sandbox in lease.sandboxes.values():
+            logger.warning("lease_expired", extra={"owner": self.leased.get(lease.slot), "sandbox": sandbox.sandbox_id})
             self._in_background(sandbox.close())
 
-    async def _give_back(self, place: Place, healthy: bool) -> None:
+    async def _give_back(self, lease: Lease, healthy: bool) -> None:
         """Reset or throw away, then free the slot, whatever happens."""
         try:
-            for number, sandbox in place.sandboxes.items():
+            for number, sandbox in lease.sandboxes.items():
                 await self._clean(number, sandbox, healthy)
         finally:
-            self._free.put_nowait(place.slot)
+            self._free.put_nowait(lease.slot)
 
     async def _clean(self, number: int, sandbox: Sandbox, healthy: bool) -> None:
         """It is the pool's again only when it has proved itself clean."""
@@ -174,7 +174,7 @@ class Pool:
         try:
             is_clean = healthy and await sandbox.reset()
         except SandboxFailed as error:
-            logger.warning("sandbox %s failed its reset and is thrown away: %s", sandbox.sandbox_id, error)
+            logger.warning("sandbox_reset_failed", extra={"sandbox": sandbox.sandbox_id, "reason": str(error)})
         finally:
             if is_clean:
                 self._sandboxes[number] = sandbox
@@ -184,9 +184,9 @@ class Pool:
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._on_finished)
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
+    def _on_finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a sandbox could not be given back", exc_info=error)
+            logger.error("sandbox_not_returned", exc_info=error)

@@ -23,8 +23,8 @@ from typing import Any, Self
 import msgspec
 
 from sandboxes.outside.calls import OutsideCalls
-from sandboxes.outside.contract import OutsideTool, Visit
-from sandboxes.pool import Place, Pool
+from sandboxes.outside.contract import OutsideTool, RolloutHandle
+from sandboxes.pool import Lease, Pool
 from sandboxes.protocol import Blob, ErrorKind, Sandbox, SandboxFailed, ToolResult
 from sandboxes.tools.schema import complaint
 from sandboxes.tools.tool import Tool, parts_apart
@@ -45,7 +45,7 @@ class Observation(msgspec.Struct, frozen=True):
     blobs: tuple[Blob, ...] = ()
 
 
-class Room:
+class PreparedSandbox:
     """One of the two sandboxes of a rollout, and what has happened in it."""
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -75,14 +75,14 @@ class Workbench:
         self._owner = owner
         self._lease_seconds = lease_seconds
         self._lease = contextlib.AsyncExitStack()
-        self._place: Place | None = None
-        self._rooms: dict[bool, Room] = {}
+        self._sandbox_lease: Lease | None = None
+        self._prepared: dict[bool, PreparedSandbox] = {}
         """The room apart, and the agent's own."""
         self._parts_apart = parts_apart(self.tools.values())
         self._calls = 0
         self._times_called: Counter[bytes] = Counter()
-        visit = Visit(owner=owner, world=self.world, get_file=self._get_file, put_file=self._put_file)
-        self._outside = OutsideCalls(visit)
+        rollout_handle = RolloutHandle(owner=owner, world=self.world, get_file=self._get_file, put_file=self._put_file)
+        self._outside = OutsideCalls(rollout_handle)
         self._lease.push_async_callback(self._outside.close)
 
     @property
@@ -96,8 +96,8 @@ class Workbench:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Give the sandboxes back. After an exception the pool throws them away."""
-        self._place = None
-        self._rooms.clear()
+        self._sandbox_lease = None
+        self._prepared.clear()
         await self._lease.__aexit__(kind, error, traceback)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Observation:
@@ -106,7 +106,7 @@ class Workbench:
         refusal = self._refusal(tool, arguments)
         if refusal is not None:
             return Observation(f"error: {refusal}", True, "agent", None, 0.0)
-        trouble = perturbations.draw_trouble(self.world.perturbations, self._seed, index, tool, arguments)
+        trouble = perturbations.draw_perturbation(self.world.perturbations, self._seed, index, tool, arguments)
         await asyncio.sleep(trouble.wait_milliseconds / 1000)
         if trouble.is_busy:
             perturbation = perturbations.record(trouble, (), None)
@@ -131,22 +131,22 @@ class Workbench:
         if isinstance(chosen, OutsideTool):
             return await self._outside.call(chosen, arguments, f"call-{index}")
         started = time.perf_counter()
-        room = await self._open(chosen.apart)
-        failed = await self._set_up(room, chosen.needs if chosen.apart else chosen.needs - self._parts_apart, index)
+        prepared = await self._open(chosen.apart)
+        failed = await self._set_up(prepared, chosen.needs if chosen.apart else chosen.needs - self._parts_apart, index)
         if failed is not None:
             return failed
-        room.calls_run += 1
-        result = await room.sandbox.call(tool, arguments, f"call-{index}")
+        prepared.calls_run += 1
+        result = await prepared.sandbox.call(tool, arguments, f"call-{index}")
         return msgspec.structs.replace(result, milliseconds=(time.perf_counter() - started) * 1000)
 
-    async def _open(self, apart: bool = False) -> Room:
-        if self._place is None:
-            place = self._pool.place(owner=self._owner, seconds=self._lease_seconds)
-            self._place = await self._lease.enter_async_context(place)
-        if apart not in self._rooms:
-            self._rooms[apart] = Room(await self._place.sandbox(apart))
-            self.sandbox_id = self.sandbox_id or self._rooms[apart].sandbox.sandbox_id
-        return self._rooms[apart]
+    async def _open(self, apart: bool = False) -> PreparedSandbox:
+        if self._sandbox_lease is None:
+            lease = self._pool.reserve(owner=self._owner, seconds=self._lease_seconds)
+            self._sandbox_lease = await self._lease.enter_async_context(lease)
+        if apart not in self._prepared:
+            self._prepared[apart] = PreparedSandbox(await self._sandbox_lease.sandbox(apart))
+            self.sandbox_id = self.sandbox_id or self._prepared[apart].sandbox.sandbox_id
+        return self._prepared[apart]
 
     async def _get_file(self, path: str) -> bytes:
         return await (await self._open_with_files()).get(path)
@@ -156,34 +156,34 @@ class Workbench:
 
     async def _open_with_files(self) -> Sandbox:
         """The sandbox with the world's files in it, for a tool outside. OSError when the agent spoilt it."""
-        room = await self._open()
-        failed = await self._set_up(room, frozenset({"files"}), self._calls - 1)
+        prepared = await self._open()
+        failed = await self._set_up(prepared, frozenset({"files"}), self._calls - 1)
         if failed is not None:
             raise OSError(failed.content)
-        return room.sandbox
+        return prepared.sandbox
 
-    async def _set_up(self, room: Room, needs: frozenset[str], index: int) -> ToolResult | None:
+    async def _set_up(self, prepared: PreparedSandbox, needs: frozenset[str], index: int) -> ToolResult | None:
         """Put what a tool needs of the world into a room, once. The failed result, if the agent spoilt it."""
-        missing = sorted(needs - room.parts_set_up)
-        room.parts_set_up.update(missing)
+        missing = sorted(needs - prepared.parts_set_up)
+        prepared.parts_set_up.update(missing)
         parts = {name: part for name in missing if (part := self.world.part(name))}
         if not parts:
             return None
-        result = await room.sandbox.call(set_up_world.name, parts, f"world-{index}")
+        result = await prepared.sandbox.call(set_up_world.name, parts, f"world-{index}")
         if not result.is_error:
             return None
-        if room.calls_run == 0:
+        if prepared.calls_run == 0:
             raise SandboxFailed(f"world {self.world.name}: {result.content}")
-        room.parts_set_up.difference_update(missing)
+        prepared.parts_set_up.difference_update(missing)
         return result  # code of the agent ran before, and may have filled the disk: its own doing
 
     def _observe(
-        self, result: ToolResult, trouble: perturbations.Trouble, tool: str, arguments: Mapping[str, Any]
+        self, result: ToolResult, trouble: perturbations.Perturbation, tool: str, arguments: Mapping[str, Any]
     ) -> Observation:
         call = msgspec.json.encode((tool, arguments), order="deterministic")
         times_called_before = self._times_called[call]
         self._times_called[call] += 1
-        changed = perturbations.Changed(result.content, ())
+        changed = perturbations.ChangedContent(result.content, ())
         if not result.is_error:
             changed = perturbations.change(trouble, result.content, times_called_before)
         return Observation(

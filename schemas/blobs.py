@@ -52,7 +52,7 @@ _MISSING_SECONDS = 0.5
 "after which a blob that a cloud store does not have is asked for once more"
 
 
-class Put(NamedTuple):
+class PutResult(NamedTuple):
     """A blob that is durable and may be named."""
 
     uri: str
@@ -105,7 +105,7 @@ class Blobs:
         self._own.upload(sha256, data, len(data))
         return self._uri(sha256), sha256
 
-    def put_file(self, path: Path) -> Put:
+    def put_file(self, path: Path) -> PutResult:
         """Writes a file durably, as `put` does, without holding it in memory. Raises BlobsUnavailable; OSError when the
         file cannot be read; BlobDamaged when it changed meanwhile."""
         _warn_in_event_loop()
@@ -114,7 +114,7 @@ class Blobs:
                 return self._own.write(_pieces(file))
             return self._upload_file(file)
 
-    def put_stream(self, chunks: Iterable[bytes]) -> Put:
+    def put_stream(self, chunks: Iterable[bytes]) -> PutResult:
         """Writes what the chunks make together, as `put` does. Whatever they raise leaves no blob. A cloud store gets it
         through a temporary file (TMPDIR says where), since the name is known only at the end. Raises BlobsUnavailable."""
         _warn_in_event_loop()
@@ -145,25 +145,25 @@ class Blobs:
     def get_to_file(self, uri: str, sha256: str, path: Path) -> None:
         """Writes a blob to a file, flushed to the disk; the file appears whole and proven or not at all, and takes the
         place of one that is there. Raises as `get` does, and OSError when the file cannot be written."""
-        unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.{_UNFINISHED}")
+        list_unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.{_UNFINISHED}")
         try:
-            with unfinished.open("xb") as file:
+            with list_unfinished.open("xb") as file:
                 for chunk in self.chunks(uri, sha256):
                     file.write(chunk)
                 _flush(file)
-            unfinished.replace(path)
+            list_unfinished.replace(path)
             _flush_folder(path.parent)
         finally:
-            unfinished.unlink(missing_ok=True)
+            list_unfinished.unlink(missing_ok=True)
 
-    def stored(self) -> Iterator[StoredBlob]:
+    def list_stored(self) -> Iterator[StoredBlob]:
         """Everything that lies here and was put here, in no order. Raises BlobsUnavailable."""
-        for some in self._own.listed():
+        for some in self._own.list_objects():
             for found in some:
                 blob = StoredBlob(found["path"], found["size"], found["last_modified"].timestamp())
                 if blob.sha256 is not None:  # whatever else lies here is not ours
                     yield blob
-        yield from self._own.unfinished()
+        yield from self._own.list_unfinished()
 
     def modified_seconds(self, blob: StoredBlob) -> float | None:
         """When it was written last, asked again; None when it is gone. Raises BlobsUnavailable."""
@@ -176,7 +176,7 @@ class Blobs:
     def _uri(self, sha256: str) -> str:
         return f"{self.url}/{_path(sha256)}"
 
-    def _upload_file(self, file: IO[bytes]) -> Put:
+    def _upload_file(self, file: IO[bytes]) -> PutResult:
         """Two passes: the first gives the name, the second proves that what was sent is what was named."""
         file.seek(0)
         digest, size_bytes = hashlib.sha256(), 0
@@ -185,8 +185,8 @@ class Blobs:
             size_bytes += len(piece)
         sha256 = digest.hexdigest()
         file.seek(0)
-        self._own.upload(sha256, _proven(_pieces(file), sha256), size_bytes)
-        return Put(self._uri(sha256), sha256, size_bytes)
+        self._own.upload(sha256, _verify(_pieces(file), sha256), size_bytes)
+        return PutResult(self._uri(sha256), sha256, size_bytes)
 
     def _place(self, uri: str, sha256: str) -> "tuple[_Root, str]":
         """Which store to read at which path. uri and digest come from the log, and must not lead to anything but a blob of
@@ -220,26 +220,26 @@ class _Root:
                 raise BlobsUnavailable(f"there is no store of blobs at {self.url}: {_line(error)}") from error
         return self._store
 
-    def write(self, chunks: Iterable[bytes]) -> Put:
+    def write(self, chunks: Iterable[bytes]) -> PutResult:
         """A blob of a folder: written under another name, flushed, then renamed, and its names flushed."""
         assert self.folder is not None
         with self._available("a new blob"):
             (self.folder / _UNFINISHED).mkdir(exist_ok=True)
             # obstore does not list a name that ends like this
-            unfinished = self.folder / _UNFINISHED / f"{uuid.uuid4().hex}#1"
-            file = unfinished.open("xb")
+            list_unfinished = self.folder / _UNFINISHED / f"{uuid.uuid4().hex}#1"
+            file = list_unfinished.open("xb")
         try:
             with file:
                 sha256, size_bytes = self._fill(file, chunks)
             target = self.folder / _path(sha256)
             with self._available(target.name):
                 target.parent.mkdir(exist_ok=True)
-                unfinished.replace(target)
+                list_unfinished.replace(target)
                 _flush_folder(target.parent)
                 _flush_folder(self.folder)
         finally:
-            unfinished.unlink(missing_ok=True)
-        return Put(f"{self.url}/{_path(sha256)}", sha256, size_bytes)
+            list_unfinished.unlink(missing_ok=True)
+        return PutResult(f"{self.url}/{_path(sha256)}", sha256, size_bytes)
 
     def _fill(self, file: IO[bytes], chunks: Iterable[bytes]) -> tuple[str, int]:
         digest, size_bytes = hashlib.sha256(), 0
@@ -283,7 +283,7 @@ class _Root:
             reason = "" if uri == f"{self.url}/{path}" else f": it is not in {self.url}, and nothing else may be read"
             raise BlobDamaged(f"blob {uri} is missing{reason}") from error
 
-    def listed(self) -> "Iterator[list[obstore.ObjectMeta]]":
+    def list_objects(self) -> "Iterator[list[obstore.ObjectMeta]]":
         with self._available("the list", or_missing=True):
             found = iter(obstore.list(self.store))
         while True:
@@ -293,7 +293,7 @@ class _Root:
                 return
             yield list(some)
 
-    def unfinished(self) -> Iterator[StoredBlob]:
+    def list_unfinished(self) -> Iterator[StoredBlob]:
         """What interrupted writes left behind, of this release and of older ones."""
         for path in self.folder.rglob("*#*") if self.folder else ():
             status = path.stat()
@@ -321,7 +321,7 @@ class _Root:
     def _require_store(self) -> None:
         """A blob is missing only where there is a store: without a bucket, or its folder, nothing can be said of it."""
         try:
-            next(self.listed(), None)
+            next(self.list_objects(), None)
             there = self.folder is None or self.folder.is_dir()
         except FileNotFoundError:
             there = False
@@ -370,7 +370,7 @@ def _pieces(file: IO[bytes]) -> Iterator[bytes]:
         yield piece
 
 
-def _proven(pieces: Iterator[bytes], sha256: str) -> Iterator[bytes]:
+def _verify(pieces: Iterator[bytes], sha256: str) -> Iterator[bytes]:
     """The same pieces; raises before the end, so that an upload is given up, when they are not what was hashed before."""
     digest = hashlib.sha256()
     for piece in pieces:

@@ -38,7 +38,7 @@ def file_of(event_class: type[Event]) -> Path:
     return AVRO_FOLDER / f"{event_class.number:02d}_{snake}.avsc"
 
 
-def rendered(event_class: type[Event]) -> str:
+def render(event_class: type[Event]) -> str:
     return json.dumps(schema_of(event_class), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -102,7 +102,7 @@ def _docs_of(node: ast.ClassDef) -> dict[str, str]:
 
 def write(folder: Path) -> None:
     for event_class in EVENTS:
-        (folder / file_of(event_class).name).write_text(rendered(event_class))
+        (folder / file_of(event_class).name).write_text(render(event_class))
 
 
 def release(version: str) -> None:

@@ -29,7 +29,7 @@ FIGURES: dict[str, str] = {
 }
 
 
-class Pulse:
+class ProgramMetrics:
     """A program's figures. Safe to share between threads."""
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class Pulse:
 
     def count(self, name: str, amount: float = 1) -> None:
         with self._lock:
-            self._figures[_known(name)] = self._figures.get(name, 0.0) + amount
+            self._figures[_require_known(name)] = self._figures.get(name, 0.0) + amount
 
     def gauge(self, name: str, value: float) -> None:
         with self._lock:
-            self._figures[_known(name)] = float(value)
+            self._figures[_require_known(name)] = float(value)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -60,7 +60,7 @@ class Pulse:
             return dict(self._figures)
 
 
-def _known(name: str) -> str:
+def _require_known(name: str) -> str:
     if name not in FIGURES:
         raise KeyError(f"{name} is not a figure of schemas.metrics.FIGURES")
     return name

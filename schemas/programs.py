@@ -47,7 +47,7 @@ WATCHED = tuple(topic.name for topic in TOPICS if topic.retention_milliseconds !
 their oldest unread event and asking where every group stands."""
 
 
-class Undeclared(AssertionError):
+class UndeclaredAccess(AssertionError):
     """A program uses the log otherwise than it is declared here: a mistake in the program or in the table."""
 
 
@@ -190,7 +190,7 @@ def readers_of(topic: str) -> tuple[str, ...]:
     return tuple(access.program for access in ACCESS if topic in access.topics_read)
 
 
-def page() -> str:
+def topics_page() -> str:
     """docs/topics.md."""
     return "\n".join([*_PAGE_HEAD, *map(_topic_row, TOPICS), "", *_PROGRAMS_HEAD, *map(_program_row, ACCESS), ""])
 
@@ -254,4 +254,4 @@ def _row(*cells: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(topics_page(), end="")

@@ -58,12 +58,12 @@ class ConfluentRegistry:
 
     def require_compatibility(self) -> None:
         """Sets the global rule: replay reads events of any age, so no version may break any other."""
-        self._asked(lambda: self._client.set_compatibility(level=COMPATIBILITY))
+        self._request(lambda: self._client.set_compatibility(level=COMPATIBILITY))
 
     def require_compatibility_of_known(self) -> None:
         """Sets the rule for the subjects that were registered through this client, on a registry that others use too."""
         for subject in sorted({subject for subject, _ in self._ids}):
-            self._asked(lambda subject=subject: self._client.set_compatibility(subject, COMPATIBILITY))
+            self._request(lambda subject=subject: self._client.set_compatibility(subject, COMPATIBILITY))
 
     def id_of(self, subject: str, schema: dict[str, Any]) -> int:
         subject = self._subject_prefix + subject
@@ -71,7 +71,7 @@ class ConfluentRegistry:
         known = self._ids.get((subject, text))
         if known is not None:
             return known
-        schema_id: int = self._asked(lambda: self._client.register_schema(subject, Schema(text, "AVRO")))
+        schema_id: int = self._request(lambda: self._client.register_schema(subject, Schema(text, "AVRO")))
         self._ids[subject, text] = schema_id
         self._schemas.setdefault(schema_id, schema)
         return schema_id
@@ -79,15 +79,15 @@ class ConfluentRegistry:
     def schema_of(self, schema_id: int) -> dict[str, Any]:
         if schema_id not in self._schemas:
             try:
-                self._schemas[schema_id] = self._fetched(schema_id)
+                self._schemas[schema_id] = self._fetch(schema_id)
             except KeyError:
                 if not self._settle():
                     raise
-                self._schemas[schema_id] = self._fetched(schema_id)
+                self._schemas[schema_id] = self._fetch(schema_id)
         return self._schemas[schema_id]
 
-    def _fetched(self, schema_id: int) -> dict[str, Any]:
-        schema: Schema = self._asked(lambda: self._client.get_schema(schema_id))
+    def _fetch(self, schema_id: int) -> dict[str, Any]:
+        schema: Schema = self._request(lambda: self._client.get_schema(schema_id))
         if schema.schema_type != "AVRO":
             raise KeyError(f"{schema_id} is of type {schema.schema_type}")
         fetched: dict[str, Any] = json.loads(schema.schema_str or "null")
@@ -100,7 +100,7 @@ class ConfluentRegistry:
             self._settled_at = time.monotonic()
             return False
         time.sleep(_SETTLE_SECONDS)
-        subjects = set(self._asked(self._client.get_subjects))
+        subjects = set(self._request(self._client.get_subjects))
         if not subjects.issuperset(subject for subject, _ in self._ids):
             raise LogUnavailable("the schema registry has not read back the schemas that it was given")
         self._settled_at = time.monotonic()
@@ -109,7 +109,7 @@ class ConfluentRegistry:
     def close(self) -> None:
         self._client.__exit__()  # type: ignore[no-untyped-call]  # its only way to let go of its connections
 
-    def _asked(self, question: Any) -> Any:
+    def _request(self, question: Any) -> Any:
         try:
             return question()
         except SchemaRegistryError as error:

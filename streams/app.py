@@ -25,19 +25,19 @@ from schemas.codec import Codec
 from schemas.errors import LogBroken, LogUnavailable, Rebalanced
 from schemas.events import Address, EventRejected
 from schemas.job import load_job
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.programs import ACCESS_BY_PROGRAM
 from schemas.run import Run
 from schemas.topics import PARTITIONS
 from streams.config import StreamsSettings
-from streams.faust_fixes import IdempotentProducer, KeepingConsumer, OrderedTableManager
+from streams.faust_fixes import IdempotentProducer, OrderedTableManager, StatefulConsumer
 from streams.hops.flow import hops
 from streams.hops.hop import Hop
 from streams.log.connect import open_log
 from streams.log.connection import Connection, ssl_context
 from streams.log.kafka import KafkaLog
 from streams.log.outbox import Outbox
-from streams.log.protocol import Delivery, Log, delivered
+from streams.log.protocol import Delivery, Log, decode_delivery
 from streams.rules.dead_letter import TooManyRejects
 from streams.stage import Change, Stage
 
@@ -55,7 +55,7 @@ class StreamsApp(faust.App):  # type: ignore[misc]
     event_log: Log
     facts: Outbox
     "to the log, never waiting for a blob"
-    agents_at_work: "list[Agent]"
+    hop_processors: "list[HopProcessor]"
     failed: "asyncio.Future[None]"
 
     def can_deliver_at_once(self) -> bool:
@@ -65,36 +65,36 @@ class StreamsApp(faust.App):  # type: ignore[misc]
             self.flow_control.is_active()
             and not self.consumer.suspend_flow.is_set()
             and buffer.size <= buffer.max_messages
-            and all(agent.has_room for agent in self.agents_at_work)
+            and all(agent.has_room for agent in self.hop_processors)
         )
 
-    async def begin_to_keep(self) -> None:
+    async def begin_commit(self) -> None:
         """Called when a commit is due; flushes the facts. What is processed meanwhile belongs to the next one."""
-        for agent in self.agents_at_work:
-            agent.begin_to_keep()
+        for agent in self.hop_processors:
+            agent.begin_commit()
         try:
             await asyncio.to_thread(self.facts.flush)
         except LogUnavailable as error:
             self.fail(error)
             raise
 
-    def keep_states(self) -> None:
+    def write_states(self) -> None:
         """Called when the facts are flushed and the partitions are still ours."""
-        for agent in self.agents_at_work:
-            agent.keep()
+        for agent in self.hop_processors:
+            agent.write_states()
 
-    def offsets_committed(self) -> None:
+    def end_commit(self) -> None:
         """Called when the offsets that belong to the kept states are committed."""
-        for agent in self.agents_at_work:
-            agent.committed()
+        for agent in self.hop_processors:
+            agent.end_commit()
 
     def expect(self, offsets: Mapping[TP, int | None]) -> None:
         """Called when partitions are about to flow from these offsets on; None = from the beginning."""
-        for agent in self.agents_at_work:
+        for agent in self.hop_processors:
             agent.expect(offsets)
 
     def forget_states(self, revoked: set[TP]) -> None:
-        for agent in self.agents_at_work:
+        for agent in self.hop_processors:
             agent.forget(revoked)
 
     def fail(self, error: Exception) -> None:
@@ -103,33 +103,37 @@ class StreamsApp(faust.App):  # type: ignore[misc]
             self.failed.set_exception(error)
 
 
-def run(run: Run, settings: StreamsSettings, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: StreamsSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Runs the hops until told to stop."""
     log = open_log(run)
     try:
         # a source topic that does not exist when a Faust worker starts is never read
         log.make_topics()
         log.codec.register_all()
-        asyncio.run(_serve(run, settings, pulse, stop, log))
+        asyncio.run(_serve(run, settings, program_metrics, stop, log))
     finally:
         log.close()
 
 
-async def _serve(run: Run, settings: StreamsSettings, pulse: Pulse, stop: threading.Event, log: KafkaLog) -> None:
+async def _serve(
+    run: Run, settings: StreamsSettings, program_metrics: ProgramMetrics, stop: threading.Event, log: KafkaLog
+) -> None:
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     state_folder(settings, run.worker).mkdir(parents=True, exist_ok=True)
     app = make_app(run, settings, log, failed)
     for hop in hops(load_job(run.job.module).scorers, settings.advantage):
         if hop.name in settings.hops:
-            app.agents_at_work.append(Agent(app, hop, log.codec, run.run_id, settings, pulse))
+            app.hop_processors.append(HopProcessor(app, hop, log.codec, run.run_id, settings, program_metrics))
     # Faust would begin a new group at the beginning of the log, among the events of other runs. All sources at once: for a
     # group that has members, only they could add one later
     sources = list(ACCESS_BY_PROGRAM["streams"].consumes)
     await asyncio.to_thread(log.begin_group, f"streams-{run.run_id}", sources, run.start)
     # Faust would make them while it starts, and crash when the broker tells of them a moment later
-    await asyncio.to_thread(log.make_changelogs, [agent.changelog for agent in app.agents_at_work if agent.changelog])
+    await asyncio.to_thread(log.make_changelogs, [agent.changelog for agent in app.hop_processors if agent.changelog])
     await app.start()
-    watching = asyncio.ensure_future(_watch_lag(run, log, [agent.reads for agent in app.agents_at_work], pulse))
+    watching = asyncio.ensure_future(
+        _watch_lag(run, log, [agent.reads for agent in app.hop_processors], program_metrics)
+    )
     stopping = asyncio.ensure_future(asyncio.to_thread(stop.wait))
     told = asyncio.wait([cast("asyncio.Future[Any]", stopping), failed], return_when=asyncio.FIRST_COMPLETED)
     try:
@@ -144,15 +148,15 @@ async def _serve(run: Run, settings: StreamsSettings, pulse: Pulse, stop: thread
         raise app.crash_reason
 
 
-async def _watch_lag(run: Run, log: KafkaLog, topics: list[str], pulse: Pulse) -> None:
+async def _watch_lag(run: Run, log: KafkaLog, topics: list[str], program_metrics: ProgramMetrics) -> None:
     """Tells how much waits, so that whoever runs the program can see that none of it is taken any more."""
     while True:
         await asyncio.sleep(_LAG_SECONDS)
         try:
-            standings = await asyncio.to_thread(log.standing, f"streams-{run.run_id}", topics)
-            pulse.gauge("lag", sum(standing.lag for standing in standings.values()))
+            lags = await asyncio.to_thread(log.group_lags, f"streams-{run.run_id}", topics)
+            program_metrics.gauge("lag", sum(group_lags.lag for group_lags in lags.values()))
         except LogUnavailable as error:
-            logger.warning("lag unknown", reason=str(error))
+            logger.warning("lag_unknown", reason=str(error))
 
 
 def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Future[None]") -> StreamsApp:
@@ -183,8 +187,8 @@ def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Fut
         worker_redirect_stdouts=False,
     )
     app.connection, app.event_log, app.facts = connection, log, Outbox(log)
-    app.failed, app.agents_at_work = failed, []
-    app.transport.Consumer = KeepingConsumer
+    app.failed, app.hop_processors = failed, []
+    app.transport.Consumer = StatefulConsumer
     app.producer_transport.Producer = IdempotentProducer
     return app
 
@@ -206,17 +210,23 @@ def state_folder(settings: StreamsSettings, worker: str) -> Path:
     return Path(settings.state_folder).absolute() / name
 
 
-class Agent:
+class HopProcessor:
     """A stage as a Faust agent with a Faust table."""
 
     def __init__(
-        self, app: StreamsApp, hop: Hop, codec: Codec, run_id: str, settings: StreamsSettings, pulse: Pulse
+        self,
+        app: StreamsApp,
+        hop: Hop,
+        codec: Codec,
+        run_id: str,
+        settings: StreamsSettings,
+        program_metrics: ProgramMetrics,
     ) -> None:
         self.reads = hop.reads
         self._app = app
         self._codec = codec
         self._plain = app.connection.plain
-        self._pulse = pulse
+        self._program_metrics = program_metrics
         self._queue: Any = None
         self._offset_taken: dict[tuple[str, int], int] = {}
         "the last of each partition"
@@ -238,20 +248,20 @@ class Agent:
         self._queue = stream.channel.queue
         async for event in stream.events():
             try:
-                self._take(event, await self._delivered(event.message))
+                self._take(event, await self._decode(event.message))
             except Exception as error:
                 # an exception here would make Faust acknowledge and drop the message: stop the worker instead, and the
                 # message is delivered again after the restart
                 self._app.fail(error)
                 await asyncio.Event().wait()
 
-    async def _delivered(self, message: Any) -> Delivery:
+    async def _decode(self, message: Any) -> Delivery:
         """A message, decoded; in a thread if it stands for a blob. Raises LogUnavailable, Rebalanced."""
         address = Address(self._plain(message.topic), message.partition, message.offset)
         if message.value is None or self._codec.spilled(message.value) is None:
-            return delivered(self._codec, address, message.key, message.value)
+            return decode_delivery(self._codec, address, message.key, message.value)
         tenure = self._app.consumer.tenure
-        delivery = await asyncio.to_thread(delivered, self._codec, address, message.key, message.value)
+        delivery = await asyncio.to_thread(decode_delivery, self._codec, address, message.key, message.value)
         if tenure != self._app.consumer.tenure:  # its state was forgotten meanwhile, and another worker may have it
             raise Rebalanced(f"partitions were taken away while the blob of {address} was read")
         return delivery
@@ -259,13 +269,13 @@ class Agent:
     def _take(self, cause: Any, delivery: Delivery) -> None:
         """Does not wait: what a message leads to must be appended before a commit can begin."""
         self._require_nothing_skipped(delivery.address)
-        with self._pulse.busy():
+        with self._program_metrics.busy():
             facts = self._stage.take(delivery, cause)
         for fact in facts:
             self._app.facts.append(fact)
-        self._pulse.count("events_read")
-        self._pulse.count("events_written", len(facts))
-        self._pulse.count("rejected", sum(isinstance(fact, EventRejected) for fact in facts))
+        self._program_metrics.count("events_read")
+        self._program_metrics.count("events_written", len(facts))
+        self._program_metrics.count("rejected", sum(isinstance(fact, EventRejected) for fact in facts))
 
     def _require_nothing_skipped(self, address: Address) -> None:
         """Faust takes what it did not deliver for what is not there, and commits it. Only a marker of a transaction, or what
@@ -284,14 +294,14 @@ class Agent:
             (self._plain(place.topic), place.partition): (offset or 0) - 1 for place, offset in offsets.items()
         }
 
-    def begin_to_keep(self) -> None:
-        self._stage.begin_to_keep()
+    def begin_commit(self) -> None:
+        self._stage.begin_commit()
 
-    def keep(self) -> None:
-        self._stage.keep(self._write)
+    def write_states(self) -> None:
+        self._stage.write_states(self._write)
 
-    def committed(self) -> None:
-        self._stage.committed()
+    def end_commit(self) -> None:
+        self._stage.end_commit()
 
     def forget(self, revoked: set[TP]) -> None:
         self._stage.forget({(self._plain(place.topic), place.partition) for place in revoked})

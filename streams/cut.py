@@ -15,16 +15,16 @@ import structlog
 from schemas.errors import Fenced, LogBroken, LogUnavailable
 from schemas.events import BatchCut, Event, Position, SnapshotTaken
 from schemas.ids import now_microseconds
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.config import CutSettings
-from streams.hops.groups_to_batches import STATE_VERSION, CutGroups, Cutting
+from streams.hops.groups_to_batches import STATE_VERSION, CutGroups, CutState
 from streams.log.connect import open_log
 from streams.log.kafka import KafkaLog
 from streams.log.protocol import Delivery, Log, Reader, Transactor
 from streams.log.snapshots import newest_snapshot, snapshot
-from streams.log.takeover import fenced_or_taken_over
-from streams.rules.dead_letter import RejectLimit, rejected
+from streams.log.takeover import fencing_error
+from streams.rules.dead_letter import RejectLimit, rejection
 
 logger = structlog.get_logger()
 
@@ -32,33 +32,33 @@ PROGRAM = "cut"
 _RETRY_SECONDS = 1.0
 
 
-def run(run: Run, settings: CutSettings, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: CutSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Cuts until told to stop. Raises Fenced when another cutter took over, TakenOver when the whole run was, LogBroken,
     TooManyRejects."""
     log = open_log(run)
     try:
-        cut(run, settings, pulse, stop, log)
+        cut(run, settings, program_metrics, stop, log)
     except Fenced as error:
-        raise fenced_or_taken_over(log, run, error) from error
+        raise fencing_error(log, run, error) from error
     finally:
         log.close()
 
 
-def cut(run: Run, settings: CutSettings, pulse: Pulse, stop: threading.Event, log: KafkaLog) -> None:
+def cut(run: Run, settings: CutSettings, program_metrics: ProgramMetrics, stop: threading.Event, log: KafkaLog) -> None:
     """The program over any log of Kafka. When the log is not available it starts over from the batches on it."""
-    hop = cutting_of(run)
+    hop = cut_hop_of(run)
     while not stop.is_set():
         try:
-            Cutter(log, hop, run, settings, pulse).run_until(stop)
+            Cutter(log, hop, run, settings, program_metrics).run_until(stop)
         except LogUnavailable as error:
             # the transaction was aborted or the broker is away: state and positions are read back and taken again
-            logger.warning("cut.restarting", reason=str(error))
-            pulse.detail = f"waiting for the log: {error}"
+            logger.warning("cutter_restarting", reason=str(error))
+            program_metrics.detail = f"waiting for the log: {error}"
             log.forget_failure()
             stop.wait(_RETRY_SECONDS)
 
 
-def cutting_of(run: Run) -> CutGroups:
+def cut_hop_of(run: Run) -> CutGroups:
     """How batches of this run are cut."""
     job = run.job
     return CutGroups(
@@ -69,23 +69,25 @@ def cutting_of(run: Run) -> CutGroups:
 class Cutter:
     """One life of the cutter, from what is on the log to the first failure."""
 
-    def __init__(self, log: Log, hop: CutGroups, run: Run, settings: CutSettings, pulse: Pulse) -> None:
+    def __init__(
+        self, log: Log, hop: CutGroups, run: Run, settings: CutSettings, program_metrics: ProgramMetrics
+    ) -> None:
         self._log = log
         self._hop = hop
         self._run = msgspec.structs.replace(run, program=PROGRAM)
         self._settings = settings
-        self._pulse = pulse
+        self._program_metrics = program_metrics
         self._limit = RejectLimit("cut", settings.rejects_share_max)
         # the transactional id is taken over before the state is read, so that no older cutter can add to it any more
         self._transactor: Transactor = log.transactor(f"cut-{run.run_id}")
-        self._state = restored(log, hop, run)
+        self._state = restore_state(log, hop, run)
         self._since_snapshot: _Unsaved | None = None
 
     def run_until(self, stop: threading.Event) -> None:
         # alone: every group of the run is this cutter's, also while an older one does not know yet that it is fenced
         group = f"cut-{self._run.run_id}"
         reader = self._log.reader([self._hop.reads], group=group, alone=True, start=self._run.start)
-        self._pulse.detail = "cuts batches"
+        self._program_metrics.detail = "cuts batches"
         try:
             while not stop.is_set():
                 # one at a time: a batch commits exactly the groups it was cut from, and no later ones
@@ -96,7 +98,7 @@ class Cutter:
             self._transactor.close()
 
     def _take(self, delivery: Delivery, reader: Reader) -> None:
-        self._pulse.count("events_read")
+        self._program_metrics.count("events_read")
         self._limit.count(delivery.undecodable is not None)
         if delivery.event is None:
             self._reject(delivery, delivery.undecodable or "")
@@ -110,11 +112,11 @@ class Cutter:
         self._state = outcome.state
         if outcome.events:
             # as long as the batch waits for the log it counts as lag: a log that does not take it is seen as a stall
-            self._pulse.gauge("lag", len(outcome.events))
-            with self._pulse.busy():
+            self._program_metrics.gauge("lag", len(outcome.events))
+            with self._program_metrics.busy():
                 self._commit(outcome.events, reader)
-            self._pulse.gauge("lag", 0)
-            logger.info("cut.batch", index=self._state.index_next - 1)
+            self._program_metrics.gauge("lag", 0)
+            logger.info("batch_cut", index=self._state.index_next - 1)
 
     def _commit(self, batches: Sequence[Event], reader: Reader) -> None:
         events = list(batches)
@@ -123,7 +125,7 @@ class Cutter:
             self._since_snapshot = _Unsaved()
         self._log.flush()  # rejects: what the batch commits is not read again
         self._transactor.commit(events, reader)
-        self._pulse.count("events_written", len(events))
+        self._program_metrics.count("events_written", len(events))
 
     def _is_snapshot_due(self, batches: Sequence[Event]) -> bool:
         if (
@@ -142,8 +144,8 @@ class Cutter:
         return snapshot(self._run, STATE_VERSION, positions, state, now_microseconds())
 
     def _reject(self, delivery: Delivery, reason: str) -> None:
-        self._log.append(rejected(self._run.run_id, "cut", delivery, reason, now_microseconds()))
-        self._pulse.count("rejected")
+        self._log.append(rejection(self._run.run_id, "cut", delivery, reason, now_microseconds()))
+        self._program_metrics.count("rejected")
 
 
 class _Unsaved:
@@ -163,29 +165,29 @@ class _Unsaved:
         return self._batches >= batches_min and 4 * self._groups >= groups_remembered
 
 
-def restored(log: Log, hop: CutGroups, run: Run) -> Cutting:
+def restore_state(log: Log, hop: CutGroups, run: Run) -> CutState:
     """The cutter's state as the newest snapshot and the batches after it tell it. Raises LogBroken when they disagree."""
     run = msgspec.structs.replace(run, program=PROGRAM)
     taken = newest_snapshot(log, run, STATE_VERSION)
     if taken is None:
-        return folded(hop, batches_of(log, run, run.start))
-    state = msgspec.msgpack.decode(taken.state, type=Cutting)
+        return fold_batches(hop, batches_of(log, run, run.start))
+    state = msgspec.msgpack.decode(taken.state, type=CutState)
     batches = list(batches_of(log, run, taken.positions))
     if not any(batch.index == state.index_next - 1 for batch in batches):
         raise LogBroken(
             f"the snapshot of the cutter was taken with batch {state.index_next - 1}, which is not on the log: "
             "topic batches was cut off or replaced; restore it, or start another run"
         )
-    return folded(hop, (batch for batch in batches if batch.index >= state.index_next), state)
+    return fold_batches(hop, (batch for batch in batches if batch.index >= state.index_next), state)
 
 
-def folded(hop: CutGroups, batches: Iterable[BatchCut], state: Cutting | None = None) -> Cutting:
+def fold_batches(hop: CutGroups, batches: Iterable[BatchCut], state: CutState | None = None) -> CutState:
     """The state after these batches. Raises LogBroken when one is missing."""
-    state = state or Cutting()
+    state = state or CutState()
     for batch in batches:
         if batch.index != state.index_next:
             raise LogBroken(f"batch {batch.index} follows on the log where batch {state.index_next} is due")
-        state = hop.restored(state, batch)
+        state = hop.apply_batch(state, batch)
     return state
 
 

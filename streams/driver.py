@@ -65,6 +65,6 @@ def _keep(stage: Stage, states: dict[bytes, bytes]) -> None:
         else:
             states[key] = encoded
 
-    stage.begin_to_keep()
-    stage.keep(write)
-    stage.committed()
+    stage.begin_commit()
+    stage.write_states(write)
+    stage.end_commit()

@@ -61,7 +61,7 @@ class IdempotentProducer(driver.Producer):  # type: ignore[misc]
         return {"acks": "all", "enable_idempotence": True}
 
 
-class KeepingThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
+class OrderedConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
     """Fetches and seeks for the consumer, one after the other.
 
     A fetch waits up to a second. Faust hands it the set of partitions that flow, which a rebalance empties meanwhile: then
@@ -95,7 +95,7 @@ class KeepingThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
         return topic not in self.app.tables.changelog_topics
 
 
-class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
+class StatefulConsumer(driver.Consumer):  # type: ignore[misc]
     """Keeps the stages' states before it commits, and delivers without tasks where nothing has to be waited for.
 
     A commit belongs to the tenure it began in. When partitions are taken away while it waits for the broker, the states
@@ -121,8 +121,8 @@ class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
             self.app.expect({place: self._read_offset[place] for place in held})
             self.resume_partitions(held)
 
-    def _new_consumer_thread(self) -> KeepingThread:
-        return KeepingThread(self, loop=self.loop, beacon=self.beacon)
+    def _new_consumer_thread(self) -> OrderedConsumerThread:
+        return OrderedConsumerThread(self, loop=self.loop, beacon=self.beacon)
 
     def resume_partitions(self, tps: Iterable[TP]) -> None:
         if self._held is None:
@@ -134,19 +134,19 @@ class KeepingConsumer(driver.Consumer):  # type: ignore[misc]
         if self.app.failed.done():
             return False  # what led to the failure is read again
         self._tenure_of_commit = self.tenure
-        await self.app.begin_to_keep()
+        await self.app.begin_commit()
         try:
             # a worker that slept longer than its session wakes up with partitions that others have moved on with: its
             # states would stand after theirs in the changelog
             await self._require_membership()
             self._require_tenure()
-            self.app.keep_states()
+            self.app.write_states()
             if not await super()._commit_offsets(offsets, start_new_transaction):
                 return False
-            self.app.offsets_committed()
+            self.app.end_commit()
             return True
         except _Evicted as error:
-            logger.warning("commit given up", reason=str(error))
+            logger.warning("commit_abandoned", reason=str(error))
             return False
 
     async def _commit(self, offsets: Mapping[TP, int]) -> bool:

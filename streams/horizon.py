@@ -46,36 +46,36 @@ class Block(Struct):
     entries: list[Entry | None]
 
 
-class Ends(Struct):
+class OrderBounds(Struct):
     """Which numbers are in use: oldest … next - 1."""
 
     oldest: int = 0
     next: int = 0
 
 
-class Writes(Struct, frozen=True):
+class OrderWrites(Struct, frozen=True):
     """What a commit has to store of an order: `before` the states, in this order, and `after` them."""
 
     before: list[tuple[bytes, Struct | None]]
     after: list[tuple[bytes, Struct | None]]
-    ends: Ends
+    ends: OrderBounds
     "as they will be when all of it is stored"
 
 
-class Order:
+class KeyOrder:
     """The keys of one partition, as stored and as changed since."""
 
     def __init__(self, partition: int, stored: Stored, block_entries: int = BLOCK_ENTRIES) -> None:
         self._partition = partition
         self._block_entries = block_entries
-        ends = _decoded(stored(self._ends_key), Ends) or Ends()
+        ends = _decode(stored(self._ends_key), OrderBounds) or OrderBounds()
         self._oldest, self._next = ends.oldest, ends.next
         self._stored_ends = ends
         self._entries: deque[Entry | None] = deque()
         "from the oldest number that is stored: until it is deleted there, a block that is written again must name it"
         self._numbers: dict[bytes, int] = {}
         for number in range(self._oldest // self._block_entries, -(-self._next // self._block_entries)):
-            self._load(number, _decoded(stored(self._block_key(number)), Block) or Block([]))
+            self._load(number, _decode(stored(self._block_key(number)), Block) or Block([]))
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -99,22 +99,22 @@ class Order:
         del self._numbers[self.oldest().key]
         self._oldest += 1
 
-    def changes(self) -> Writes | None:
+    def changes(self) -> OrderWrites | None:
         """What was not stored yet; None when nothing has changed."""
-        stored, ends = self._stored_ends, Ends(self._oldest, self._next)
+        stored, ends = self._stored_ends, OrderBounds(self._oldest, self._next)
         if stored == ends:
             return None
         first_used = self._oldest // self._block_entries
         added = range(max(first_used, stored.next // self._block_entries), -(-self._next // self._block_entries))
         # the oldest number stays as it was until what is forgotten now has been deleted
-        ends_until_deleted = Ends(stored.oldest, self._next)
-        return Writes(
+        ends_until_deleted = OrderBounds(stored.oldest, self._next)
+        return OrderWrites(
             before=[*((self._block_key(n), self._block(n)) for n in added), (self._ends_key, ends_until_deleted)],
             after=[(self._block_key(n), None) for n in range(stored.oldest // self._block_entries, first_used)],
             ends=ends,
         )
 
-    def stored(self, writes: Writes) -> None:
+    def mark_stored(self, writes: OrderWrites) -> None:
         """These are written."""
         for _ in range(writes.ends.oldest - self._stored_ends.oldest):
             self._entries.popleft()
@@ -143,5 +143,5 @@ class Order:
                 self._numbers[entry.key] = number
 
 
-def _decoded[State: Struct](data: bytes | None, kind: type[State]) -> State | None:
+def _decode[State: Struct](data: bytes | None, kind: type[State]) -> State | None:
     return None if data is None else msgspec.msgpack.decode(data, type=kind)

@@ -1,7 +1,7 @@
 """A hop at work: messages in, facts out, and the states that no commit has written yet.
 
 The Faust app, the driver and the simulator run hops through this one class. They differ in where messages come from and
-where states are stored. A commit does, in this order: `begin_to_keep`, flush the facts, `keep`, commit the offsets,
+where states are stored. A commit does, in this order: `begin_commit`, flush the facts, `keep`, commit the offsets,
 `committed`. So state is never ahead of its facts and offsets are never ahead of the state, and whoever is killed repeats
 and loses nothing. Keys are forgotten by streams.horizon, but none whose messages may still be delivered again because
 their offsets are not committed.
@@ -18,9 +18,9 @@ import structlog
 from schemas.events import Address, Event
 from schemas.ids import now_microseconds
 from streams.hops.hop import Hop, Outcome
-from streams.horizon import BLOCK_ENTRIES, RESERVED, TURNS_MAX, Entry, Order, Stored, Writes
+from streams.horizon import BLOCK_ENTRIES, RESERVED, TURNS_MAX, Entry, KeyOrder, OrderWrites, Stored
 from streams.log.protocol import Delivery
-from streams.rules.dead_letter import RejectLimit, given_up, rejected
+from streams.rules.dead_letter import RejectLimit, give_up_rejection, rejection
 
 logger = structlog.get_logger()
 
@@ -67,15 +67,15 @@ class Stage:
         self._block_entries = block_entries
         self._changed: dict[bytes, Change] = {}
         "since the last commit began"
-        self._being_kept: dict[bytes, Change] = {}
+        self._committing: dict[bytes, Change] = {}
         "by the commit under way"
-        self._orders: dict[int, Order] = {}
+        self._orders: dict[int, KeyOrder] = {}
         "by partition"
-        self._order_writes: dict[int, Writes] = {}
+        self._order_writes: dict[int, OrderWrites] = {}
         "of the commit under way, by partition"
         self._newest: dict[int, tuple[Address, Any]] = {}
         "the newest message of each partition that changed a state, and its cause"
-        self._progress = Progress()
+        self._progress = CommitProgress()
 
     def take(self, delivery: Delivery, cause: Any = None) -> list[Event]:
         """What follows from a message: new facts, or its reject. The state it leads to is remembered.
@@ -100,13 +100,13 @@ class Stage:
 
     def _refuse(self, delivery: Delivery, reason: str) -> list[Event]:
         self._limit.count(True)
-        logger.warning("rejected", hop=self.hop.name, address=str(delivery.address), reason=reason)
-        return [rejected(self._run_id, self.hop.name, delivery, reason, self._now())]
+        logger.warning("message_rejected", hop=self.hop.name, address=str(delivery.address), reason=reason)
+        return [rejection(self._run_id, self.hop.name, delivery, reason, self._now())]
 
     def _state(self, key: bytes) -> Any:
         if self.hop.state_class is None:
             return None
-        change = self._changed.get(key) or self._being_kept.get(key)
+        change = self._changed.get(key) or self._committing.get(key)
         if change is not None:
             return change.state
         stored = self._stored_state(key)
@@ -128,12 +128,12 @@ class Stage:
         order.add(Entry(key, address.offset))
         return self._forget_oldest(order, address, cause)
 
-    def _order_of(self, partition: int) -> Order:
+    def _order_of(self, partition: int) -> KeyOrder:
         if partition not in self._orders:
-            self._orders[partition] = Order(partition, self._stored_state, self._block_entries)
+            self._orders[partition] = KeyOrder(partition, self._stored_state, self._block_entries)
         return self._orders[partition]
 
-    def _forget_oldest(self, order: Order, address: Address, cause: Any) -> list[Event]:
+    def _forget_oldest(self, order: KeyOrder, address: Address, cause: Any) -> list[Event]:
         """Up to two, since one was added: after many were open at once, the order becomes shorter again."""
         rejects: list[Event] = []
         for _ in range(2):
@@ -156,7 +156,7 @@ class Stage:
 
     def _newest_offset(self, key: bytes) -> int:
         """Of the messages that led to the state of the key; -1 when it has none."""
-        change = self._changed.get(key) or self._being_kept.get(key)
+        change = self._changed.get(key) or self._committing.get(key)
         if change is not None:
             return change.address.offset
         stored = self._stored(key)
@@ -165,39 +165,39 @@ class Stage:
     def _give_up(self, entry: Entry, newest: Address) -> Event:
         began_at = Address(newest.topic, newest.partition, entry.offset)
         reason = f"given up: still open after {TURNS_MAX} times {self.hop.keys_remembered} newer keys of its partition"
-        logger.warning("given_up", hop=self.hop.name, key=entry.key.decode(), began_at=str(began_at))
-        return given_up(self._run_id, self.hop.name, entry.key, began_at, reason, self._now())
+        logger.warning("key_given_up", hop=self.hop.name, key=entry.key.decode(), address=str(began_at))
+        return give_up_rejection(self._run_id, self.hop.name, entry.key, began_at, reason, self._now())
 
-    def begin_to_keep(self) -> None:
+    def begin_commit(self) -> None:
         """What has changed up to here is written by the commit that begins now; what changes from here on, by the next."""
-        self._being_kept |= self._changed
+        self._committing |= self._changed
         self._changed = {}
         self._progress.begin_commit()
         changes = {partition: order.changes() for partition, order in self._orders.items()}
         self._order_writes = {partition: writes for partition, writes in changes.items() if writes is not None}
 
-    def keep(self, write: Write) -> None:
+    def write_states(self, write: Write) -> None:
         """Hands every state that was to be kept to `write`, in an order in which a kill between any two does no harm."""
         for partition, writes in self._order_writes.items():
             self._write_order(partition, writes.before, write)
-        for key, change in self._being_kept.items():
+        for key, change in self._committing.items():
             write(key, change)
         for partition, writes in self._order_writes.items():
             self._write_order(partition, writes.after, write)
-            self._orders[partition].stored(writes)
-        self._being_kept, self._order_writes = {}, {}
+            self._orders[partition].mark_stored(writes)
+        self._committing, self._order_writes = {}, {}
 
     def _write_order(self, partition: int, changes: list[tuple[bytes, msgspec.Struct | None]], write: Write) -> None:
         for key, state in changes:
             write(key, Change(state, *self._newest[partition]))
 
-    def committed(self) -> None:
+    def end_commit(self) -> None:
         """The offsets that were known when the last commit began are committed."""
         self._progress.end_commit()
 
     def forget(self, places: Container[tuple[str, int]]) -> None:
         """Another worker has these partitions now, or they are read again from the last commit."""
-        for changes in (self._changed, self._being_kept):
+        for changes in (self._changed, self._committing):
             for key in [key for key, of in changes.items() if (of.address.topic, of.address.partition) in places]:
                 del changes[key]
         for partition in [partition for partition in self._orders if (self.hop.reads, partition) in places]:
@@ -206,7 +206,7 @@ class Stage:
         self._progress.forget(lambda partition: (self.hop.reads, partition) in places)
 
 
-class Progress:
+class CommitProgress:
     """Up to which offset of each partition nothing is delivered again, as far as the stage can know."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.local.stack import Addresses, local_log
+from deploy.local.stack import LogAddresses, local_log
 from schemas.run import JobSettings, Run
 
 
@@ -13,13 +13,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def kafka_addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Addresses]:
+def kafka_addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LogAddresses]:
     with local_log(tmp_path_factory.mktemp("log")) as addresses:
         yield addresses
 
 
 @pytest.fixture(scope="session")
-def kafka_run(kafka_addresses: Addresses) -> Run:
+def kafka_run(kafka_addresses: LogAddresses) -> Run:
     """A run on the session's broker."""
     return Run(
         run_id="tests",

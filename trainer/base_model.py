@@ -64,7 +64,7 @@ def read_model(folder: Path, into: Path) -> None:
     if not folder.is_dir():
         raise BadInput(f"model folder {folder} does not exist: set [trainer.model] path to a folder with config.json")
     config = _config_of(folder)
-    _checked(folder / "tokenizer.json", lambda path: Tokenizer.from_file(str(path)))
+    _read_checked(folder / "tokenizer.json", lambda path: Tokenizer.from_file(str(path)))
     weights = _weights_of(folder)
     (into / "generation_config.json").write_bytes(_json({"eos_token_id": config.get("eos_token_id")}))
     (into / "tokenizer_config.json").write_bytes(_json({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -124,7 +124,7 @@ def _initial_weights(settings: ModelSettings, vocabulary_size: int, seed: int) -
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    config = _checked(folder / "config.json", lambda path: json.loads(path.read_bytes()))
+    config = _read_checked(folder / "config.json", lambda path: json.loads(path.read_bytes()))
     if not isinstance(config, dict) or not config.get("architectures"):
         raise BadInput(f"{folder / 'config.json'} names no architectures: is {folder} a Hugging Face model folder?")
     return config
@@ -133,7 +133,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 def _weights_of(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for path in _shards(folder):
-        weights.update(_checked(path, load_file))
+        weights.update(_read_checked(path, load_file))
     return {name: tensor.to(torch.float32).contiguous() for name, tensor in weights.items()}
 
 
@@ -144,7 +144,7 @@ def _shards(folder: Path) -> Iterator[Path]:
     yield from paths
 
 
-def _checked(path: Path, read: Callable[[Path], Any]) -> Any:
+def _read_checked(path: Path, read: Callable[[Path], Any]) -> Any:
     if not path.is_file():
         raise BadInput(f"model folder {path.parent} has no {path.name}: give a Hugging Face model folder")
     try:

@@ -28,7 +28,7 @@ UNVERSIONED = -(2**31)
 _ROWS_PER_BUCKET = 8
 
 
-class Refused(ReplaygroundError):
+class RefusedTrajectory(ReplaygroundError):
     """A trajectory that cannot be trained on, and why."""
 
 
@@ -93,8 +93,8 @@ class TrainingBatch:
 def episodes_of(
     event: TrajectoryAssembled, vocabulary_size: int, advantage: float = 0.0, reward: float = 0.0, teacher: bool = False
 ) -> list[Episode]:
-    """The trajectory as arrays, one episode for each context in which something was sampled. Raises Refused; a teacher's
-    trajectory needs no log-probabilities."""
+    """The trajectory as arrays, one episode for each context in which something was sampled. A teacher's trajectory needs no
+    log-probabilities. Raises RefusedTrajectory."""
     tokens = numpy.frombuffer(event.tokens, "<i4") if len(event.tokens) % 4 == 0 else _refuse(event, "odd token bytes")
     mask = numpy.frombuffer(event.loss_mask, numpy.uint8)
     if len(mask) != len(tokens):
@@ -182,11 +182,11 @@ def micro_batch(episodes: Sequence[Episode], shares: Sequence[Tensor]) -> MicroB
 
 
 def _refuse(event: TrajectoryAssembled, reason: str) -> NDArray[numpy.int32]:
-    raise Refused(f"trajectory {event.meta.trajectory_id}: {reason}")
+    raise RefusedTrajectory(f"trajectory {event.meta.trajectory_id}: {reason}")
 
 
 def _contexts(event: TrajectoryAssembled, sampled: NDArray[numpy.bool_]) -> list[tuple[int, int]]:
-    """Where the contexts with sampled tokens stand. Raises Refused when they do not divide the trajectory."""
+    """Where the contexts with sampled tokens stand. Raises RefusedTrajectory when they do not divide the trajectory."""
     starts = [context.start for context in event.contexts] or [0]
     if starts[0] != 0 or any(a > b for a, b in pairwise([*starts, len(sampled)])):
         _refuse(event, f"its contexts start at {starts} in {len(sampled)} tokens")

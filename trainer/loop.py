@@ -21,15 +21,15 @@ from schemas.errors import Fenced, LogBroken, LogUnavailable, ReplaygroundError
 from schemas.events import BatchCut, Position, StepKind, TrajectoryAssembled, WeightsPublished
 from schemas.ids import now_microseconds
 from schemas.job import Job, load_job
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.log.protocol import Log, Reader, Transactor
-from streams.log.takeover import fenced_or_taken_over
+from streams.log.takeover import fencing_error
 from streams.log.weights import newest_weights_from, weights_snapshot
 from trainer.base_model import base_model
 from trainer.batch import counting_only
 from trainer.config import TrainerSettings
-from trainer.engines.protocol import Engine, GrpoBatch, Report
+from trainer.engines.protocol import Engine, GrpoBatch, StepReport
 from trainer.publish import Publisher, probe_of, probe_tokens
 from trainer.scratch import scratch_folder
 
@@ -48,7 +48,7 @@ class _Stopped(Exception):
     """The program was told to stop while it waited or learned; what was begun is taken again at the next start."""
 
 
-def run(run: Run, settings: TrainerSettings, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: TrainerSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """The program. Returns when stop is set. Raises Fenced, TakenOver, LogBroken, BadInput, BatchOutOfOrder, BlobDamaged."""
     import torch  # torch and the clients take seconds to import: only a trainer that really starts pays for them
 
@@ -58,9 +58,9 @@ def run(run: Run, settings: TrainerSettings, pulse: Pulse, stop: threading.Event
     torch.set_num_threads(settings.threads)
     log = open_log(run)
     try:
-        train(run, settings, log, open_blobs(run), TorchEngine(settings, run.seed), pulse, stop)
+        train(run, settings, log, open_blobs(run), TorchEngine(settings, run.seed), program_metrics, stop)
     except Fenced as error:
-        raise fenced_or_taken_over(log, run, error) from error
+        raise fencing_error(log, run, error) from error
     finally:
         log.close()
 
@@ -71,7 +71,7 @@ def train(
     log: Log,
     blobs: Blobs,
     engine: Engine,
-    pulse: Pulse,
+    program_metrics: ProgramMetrics,
     stop: threading.Event,
     now: Callable[[], int] = now_microseconds,
 ) -> None:
@@ -81,17 +81,17 @@ def train(
         try:
             with scratch_folder("replayground-trainer-") as folder:
                 publisher = Publisher(run, settings, blobs, now, folder)
-                _Session(run, settings, log, publisher, engine, job, pulse, stop).go()
+                _TrainingLoop(run, settings, log, publisher, engine, job, program_metrics, stop).go()
         except _Stopped:
             return
         except LogUnavailable as error:
-            _logger.warning("log unavailable, starting over from the newest published version", error=str(error))
-            pulse.detail = f"waiting for the log: {error}"
+            _logger.warning("log_unavailable", reason=str(error))
+            program_metrics.detail = f"waiting for the log: {error}"
             stop.wait(_RETRY_SECONDS)
 
 
 @dataclass
-class _Session:
+class _TrainingLoop:
     """One stretch of work from the newest published version on, until stop or an error."""
 
     run: Run
@@ -100,7 +100,7 @@ class _Session:
     publisher: Publisher
     engine: Engine
     job: Job
-    pulse: Pulse
+    program_metrics: ProgramMetrics
     stop: threading.Event
     probe_tokens: list[int] | None = None
 
@@ -111,7 +111,7 @@ class _Session:
             group = f"trainer-{self.run.run_id}"
             batches = self.log.reader(["batches"], group, alone=True, start=self.run.start)
             try:
-                version = self._started(transactor, batches)
+                version = self._load_or_create(transactor, batches)
                 if version == 0 and self.run.job.demonstrations > 0:
                     version = self._cold_start(transactor, batches)
                 self._practise(version, transactor, batches)
@@ -120,27 +120,27 @@ class _Session:
         finally:
             transactor.close()
 
-    def _started(self, transactor: Transactor, batches: Reader) -> int:
+    def _load_or_create(self, transactor: Transactor, batches: Reader) -> int:
         """Loads the newest version, or makes and publishes version 0."""
         newest = self._newest()
         if newest is None:
-            self.pulse.detail = "making the base model"
-            with self.pulse.busy():
+            self.program_metrics.detail = "making the base model"
+            with self.program_metrics.busy():
                 folder = self.publisher.new_folder()
                 self.engine.load(base_model(self.settings.model, self.job, self.run.seed, folder), {})
-            return self._publish("initial", None, 0, Report(), transactor, batches)
-        self.pulse.detail = f"loading version {newest.version}"
+            return self._publish("initial", None, 0, StepReport(), transactor, batches)
+        self.program_metrics.detail = f"loading version {newest.version}"
         self.engine.load(self.publisher.fetch(newest.files), self.publisher.fetch(newest.checkpoint))
-        self._tell(newest.version)
+        self._report_version(newest.version)
         return newest.version
 
     def _cold_start(self, transactor: Transactor, batches: Reader) -> int:
         began = time.monotonic()
         demonstrations = self._demonstrations()
         read_seconds = time.monotonic() - began
-        with self.pulse.busy():
+        with self.program_metrics.busy():
             report = self.engine.sft(demonstrations, self._progress)
-        self.pulse.gauge("progress", 1.0)
+        self.program_metrics.gauge("progress", 1.0)
         report.seconds["read"] = read_seconds
         return self._publish("sft", 0, 1, report, transactor, batches)
 
@@ -148,12 +148,12 @@ class _Session:
         first = self.run.job.first_version
         while True:
             if self.run.job.steps and version - first >= self.run.job.steps:
-                self.pulse.detail = f"done: {self.run.job.steps} steps taken"
+                self.program_metrics.detail = f"done: {self.run.job.steps} steps taken"
                 self._pause(_POLL_SECONDS)
                 continue
-            self.pulse.detail = f"waiting for batch {version - first}"
+            self.program_metrics.detail = f"waiting for batch {version - first}"
             batch = self._next_batch(version, batches)
-            with self.pulse.busy():
+            with self.program_metrics.busy():
                 version = self._step(batch, transactor, batches)
 
     def _next_batch(self, version: int, batches: Reader) -> BatchCut:
@@ -164,7 +164,7 @@ class _Session:
                 batch = delivery.event
                 if not isinstance(batch, BatchCut) or batch.meta.run_id != self.run.run_id:
                     continue
-                self.pulse.count("events_read")
+                self.program_metrics.count("events_read")
                 if self._is_next(batch, version):
                     return batch
 
@@ -180,10 +180,10 @@ class _Session:
         return batch.base_version == version  # an older one was taken before a restart
 
     def _step(self, batch: BatchCut, transactor: Transactor, batches: Reader) -> int:
-        self.pulse.detail = f"taking step {batch.index}"
+        self.program_metrics.detail = f"taking step {batch.index}"
         began = time.monotonic()
         events = self.log.read_at([member.trajectory for member in batch.members])
-        self.pulse.count("events_read", len(events))
+        self.program_metrics.count("events_read", len(events))
         trains = self.run.job.trains
         trajectories = [counting_only(event, trains) for event in events if isinstance(event, TrajectoryAssembled)]
         read_seconds = time.monotonic() - began
@@ -209,7 +209,7 @@ class _Session:
         kind: StepKind,
         base_version: int | None,
         version: int,
-        report: Report,
+        report: StepReport,
         transactor: Transactor,
         batches: Reader,
         batch_id: str | None = None,
@@ -227,12 +227,12 @@ class _Session:
         taken = self.publisher.step_taken(kind, base_version, version, report, batch_id)
         published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
         # as long as the step waits for the log it counts as lag: a log that does not take it is seen as a stall
-        self.pulse.gauge("lag", 1)
+        self.program_metrics.gauge("lag", 1)
         transactor.commit([taken, published, weights_snapshot(self.log, self.run, published)], batches)
-        self.pulse.gauge("lag", 0)
-        self.pulse.count("events_written", 3)
-        self._tell(version)
-        _logger.info("published", kind=kind, version=version, metrics=report.metrics, seconds=report.seconds)
+        self.program_metrics.gauge("lag", 0)
+        self.program_metrics.count("events_written", 3)
+        self._report_version(version)
+        _logger.info("weights_published", kind=kind, version=version, metrics=report.metrics, seconds=report.seconds)
         return version
 
     def _newest(self) -> WeightsPublished | None:
@@ -271,9 +271,9 @@ class _Session:
         try:
             while len(found) < wanted:
                 self._check_stop()
-                self.pulse.detail = f"{len(found)} of {wanted} demonstrations are there"
+                self.program_metrics.detail = f"{len(found)} of {wanted} demonstrations are there"
                 for delivery in reader.poll(_EVENTS_MAX, _POLL_SECONDS):
-                    self.pulse.count("events_read")
+                    self.program_metrics.count("events_read")
                     event = delivery.event
                     if isinstance(event, TrajectoryAssembled) and self._demonstrates(event):
                         found.setdefault(str(event.meta.trajectory_id), event)
@@ -287,12 +287,12 @@ class _Session:
 
     def _progress(self, share: float, loss: float) -> None:
         self._check_stop()
-        self.pulse.gauge("progress", share)
-        self.pulse.detail = f"learning from demonstrations: {share:.0%}, loss {loss:.3f}"
+        self.program_metrics.gauge("progress", share)
+        self.program_metrics.detail = f"learning from demonstrations: {share:.0%}, loss {loss:.3f}"
 
-    def _tell(self, version: int) -> None:
-        self.pulse.gauge("version", version)
-        self.pulse.gauge("step", max(0, version - self.run.job.first_version))
+    def _report_version(self, version: int) -> None:
+        self.program_metrics.gauge("version", version)
+        self.program_metrics.gauge("step", max(0, version - self.run.job.first_version))
 
     def _pause(self, seconds: float) -> None:
         self.stop.wait(seconds)

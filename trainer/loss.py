@@ -32,7 +32,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Terms:
+class TokenTerms:
     """What a mode says of each token."""
 
     loss: Tensor
@@ -78,7 +78,7 @@ class LossFigures:
 def policy_loss(tokens: Tokens, rules: GrpoSettings) -> tuple[Tensor, LossFigures]:
     """The part of the step's loss that these tokens make, and their figures. Tokens outside the mask have no gradient."""
     terms = MODES[rules.mode](tokens, rules)
-    counted = tokens.mask & ~rejected(tokens, rules)
+    counted = tokens.mask & ~rejection_mask(tokens, rules)
     loss = torch.where(counted, terms.loss * tokens.share, 0.0).sum()
     return loss, _figures(tokens, terms)
 
@@ -98,7 +98,7 @@ def token_shares(trajectory: Tensor, mask: Tensor, aggregation: str, length_cons
     raise ValueError(f"unknown aggregation {aggregation}")
 
 
-def rejected(tokens: Tokens, rules: GrpoSettings) -> Tensor:
+def rejection_mask(tokens: Tokens, rules: GrpoSettings) -> Tensor:
     """Tokens of trajectories whose geometric mean of prox / mu is out of bounds. Their count stays in N."""
     if rules.rejection_low is None and rules.rejection_high is None:
         return torch.zeros_like(tokens.mask)
@@ -108,53 +108,53 @@ def rejected(tokens: Tokens, rules: GrpoSettings) -> Tensor:
     return (mean < low) | (mean > high)
 
 
-def _decoupled(tokens: Tokens, rules: GrpoSettings) -> Terms:
+def _decoupled(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     weight = _truncated_weight(tokens, rules)
     ratio = _exp(tokens.theta - tokens.prox)
     loss, removed = _clipped(tokens.advantage, ratio, rules.clip_low, rules.clip_high, rules.dual_clip)
-    return Terms(weight * loss, weight, removed)
+    return TokenTerms(weight * loss, weight, removed)
 
 
-def _bypass(tokens: Tokens, rules: GrpoSettings) -> Terms:
+def _bypass(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     """prox := mu. Another weight would count staleness twice."""
     ratio = _exp(tokens.theta - tokens.mu)
     loss, removed = _clipped(tokens.advantage, ratio, rules.clip_low, rules.clip_high, rules.dual_clip)
-    return Terms(loss, ratio.detach(), removed)
+    return TokenTerms(loss, ratio.detach(), removed)
 
 
-def _probability(tokens: Tokens, rules: GrpoSettings) -> Terms:
+def _probability(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     ratio = _exp(tokens.theta - tokens.mu)
     moved = (tokens.theta.exp() - tokens.mu.exp()).detach()
     drop = rules.probability_drop
     removed = ((tokens.advantage > 0) & (moved > drop)) | ((tokens.advantage < 0) & (moved < -drop))
     gain = torch.where(removed, 0.0, -tokens.advantage * ratio)
     square = rules.square_weight * (tokens.theta - tokens.mu) ** 2
-    return Terms(gain + square, ratio.detach(), removed)
+    return TokenTerms(gain + square, ratio.detach(), removed)
 
 
-def _gspo(tokens: Tokens, rules: GrpoSettings) -> Terms:
+def _gspo(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     weight = _truncated_weight(tokens, rules)
     ratio = _exp(_trajectory_mean(tokens.theta - tokens.prox, tokens))
     loss, removed = _clipped(tokens.advantage, ratio, rules.gspo_clip_low, rules.gspo_clip_high, rules.dual_clip)
-    return Terms(weight * loss, weight, removed)
+    return TokenTerms(weight * loss, weight, removed)
 
 
-def _cispo(tokens: Tokens, rules: GrpoSettings) -> Terms:
+def _cispo(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     weight = _truncated_weight(tokens, rules)
     ratio = _exp(tokens.theta - tokens.prox).clamp(max=1 + rules.clip_high).detach()
-    return Terms(-weight * ratio * tokens.advantage * tokens.theta, weight, torch.zeros_like(tokens.mask))
+    return TokenTerms(-weight * ratio * tokens.advantage * tokens.theta, weight, torch.zeros_like(tokens.mask))
 
 
-def _icepop(tokens: Tokens, rules: GrpoSettings) -> Terms:
+def _icepop(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     rho = _exp(tokens.prox - tokens.mu).detach()
     inside = (rho >= rules.icepop_low) & (rho <= rules.importance_weight_max)
     weight = torch.where(inside, rho, 0.0)
     ratio = _exp(tokens.theta - tokens.prox)
     loss, removed = _clipped(tokens.advantage, ratio, rules.clip_low, rules.clip_high, rules.dual_clip)
-    return Terms(weight * loss, weight, removed)
+    return TokenTerms(weight * loss, weight, removed)
 
 
-MODES: dict[LossMode, Callable[[Tokens, GrpoSettings], Terms]] = {
+MODES: dict[LossMode, Callable[[Tokens, GrpoSettings], TokenTerms]] = {
     "decoupled": _decoupled,
     "bypass": _bypass,
     "probability": _probability,
@@ -192,7 +192,7 @@ def _trajectory_mean(values: Tensor, tokens: Tokens) -> Tensor:
 
 
 @torch.no_grad()
-def _figures(tokens: Tokens, terms: Terms) -> LossFigures:
+def _figures(tokens: Tokens, terms: TokenTerms) -> LossFigures:
     mask = tokens.mask
     distance = (tokens.theta - tokens.mu).clamp(-LOGRATIO_MAX, LOGRATIO_MAX)[mask].double()
     weight = terms.weight[mask].double()

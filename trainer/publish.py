@@ -16,7 +16,7 @@ from schemas.job import Job
 from schemas.packed import pack_logprobs, pack_tokens
 from schemas.run import Run
 from trainer.config import TrainerSettings
-from trainer.engines.protocol import Engine, Report
+from trainer.engines.protocol import Engine, StepReport
 
 _PROBE_TOKENS_MAX = 32
 
@@ -59,7 +59,12 @@ class Publisher:
         return [self._store_one(name, path) for name, path in sorted(files.items())]
 
     def step_taken(
-        self, kind: StepKind, base_version: int | None, new_version: int, report: Report, batch_id: str | None = None
+        self,
+        kind: StepKind,
+        base_version: int | None,
+        new_version: int,
+        report: StepReport,
+        batch_id: str | None = None,
     ) -> StepTaken:
         return StepTaken(
             meta=self._meta("StepTaken", "step", "steps", base_version, new_version, batch_id),

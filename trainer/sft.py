@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from schemas.errors import BadInput
 from schemas.events import TrajectoryAssembled
-from trainer.batch import Episode, Refused, TrainingBatch, episodes_of, training_batch
+from trainer.batch import Episode, RefusedTrajectory, TrainingBatch, episodes_of, training_batch
 from trainer.config import SftSettings
 from trainer.engines.protocol import Model, Progress
 from trainer.muon import Muon
@@ -41,7 +41,7 @@ def demonstrations_of(events: Sequence[TrajectoryAssembled], vocabulary_size: in
             continue
         try:
             episodes += episodes_of(event, vocabulary_size, teacher=True)
-        except Refused as refusal:
+        except RefusedTrajectory as refusal:
             reasons.append(str(refusal))
     if not episodes:
         raise BadInput(f"no demonstration can be learned from: {reasons[0] if reasons else 'none ended by itself'}")

@@ -63,7 +63,7 @@ def undecodable_row(address: Address, key: bytes | None, value: bytes, reason: s
     }
 
 
-def encoded(rows: Iterable[Row]) -> bytes:
+def encode_rows(rows: Iterable[Row]) -> bytes:
     """Rows as JSON lines, the form in which they are inserted."""
     return _encoder.encode_lines(rows)
 

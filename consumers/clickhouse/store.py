@@ -19,7 +19,7 @@ from clickhouse_connect.driver.exceptions import ClickHouseError
 
 from consumers.clickhouse.migrations import SORTING_KEY, STATEMENTS, TABLE
 from consumers.clickhouse.queries import ROWS_AT, STANDING
-from consumers.clickhouse.rows import Row, encoded
+from consumers.clickhouse.rows import Row, encode_rows
 from schemas.errors import BadInput, ReplaygroundError
 
 Place = tuple[str, int]
@@ -41,7 +41,7 @@ class StoreFailed(ReplaygroundError):
     """The store did not take the rows or could not answer."""
 
 
-def must_exist(dsn: str) -> None:
+def require_store(dsn: str) -> None:
     """chDB makes a folder that is not there, and an empty store would answer every question with nothing. Raises BadInput."""
     folder = urlparse(dsn).path
     if dsn.startswith("chdb:") and not Path(folder).is_dir():
@@ -51,7 +51,7 @@ def must_exist(dsn: str) -> None:
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueryResult:
     """The answer to a query: names of the columns, and rows."""
 
     columns: tuple[str, ...]
@@ -74,10 +74,10 @@ class Store:
             opening = clickhouse_connect.get_client(dsn=dsn)
             opening.command(f"CREATE DATABASE IF NOT EXISTS {database}")
             opening.close()
-            self._writing = self._connected()
-            self._asking = self._connected()
+            self._writing = self._connect()
+            self._asking = self._connect()
             self._writing.command(TABLE)
-            self._must_be_laid_out()
+            self._require_layout()
             for statement in STATEMENTS:
                 self._writing.command(statement)
         except ClickHouseError as error:
@@ -101,7 +101,7 @@ class Store:
             "max_threads": 1,
         }
         try:
-            self._writing.raw_insert("events", insert_block=encoded(rows), fmt="JSONEachRow", settings=settings)
+            self._writing.raw_insert("events", insert_block=encode_rows(rows), fmt="JSONEachRow", settings=settings)
         except ClickHouseError as error:
             raise StoreFailed(f"{len(rows)} rows were not inserted: {error}") from error
         self._inserted.update(map(_run_and_kind, rows))
@@ -114,7 +114,7 @@ class Store:
         there = {"topic": place[0], "partition": place[1], "offsets": list(offsets)}
         kinds = {(str(run_id), str(kind)): int(count) for run_id, kind, count in self.ask(_KINDS_AT, there).rows}
         try:
-            client = self._connected()  # the one that inserts belongs to the trace writer
+            client = self._connect()  # the one that inserts belongs to the trace writer
             try:
                 if kinds:
                     client.command(_DELETE_AT, there)
@@ -122,7 +122,7 @@ class Store:
                     # a name of their own: the same rows may have been inserted before, and have to be again
                     token = {"insert_deduplication_token": f"again-{uuid.uuid4()}", "insert_deduplicate": 1}
                     settings = token | {"input_format_json_read_objects_as_strings": 1}
-                    client.raw_insert("events", insert_block=encoded(rows), fmt="JSONEachRow", settings=settings)
+                    client.raw_insert("events", insert_block=encode_rows(rows), fmt="JSONEachRow", settings=settings)
             finally:
                 client.close()
         except ClickHouseError as error:
@@ -161,31 +161,31 @@ class Store:
         """For every partition of the log, the offset after the last one in the store."""
         return {(topic, partition): following for topic, partition, following, _ in self.ask(STANDING).rows}
 
-    def ask(self, sql: str, parameters: Mapping[str, Any] | None = None) -> Answer:
+    def ask(self, sql: str, parameters: Mapping[str, Any] | None = None) -> QueryResult:
         """Answers a query of ours (consumers.clickhouse.queries). Raises StoreFailed."""
         try:
             result = self._asking.query(sql, dict(parameters or {}), settings={"max_threads": self._threads, **_EXACT})
         except ClickHouseError as error:
             raise StoreFailed(f"the trace store could not answer: {error}") from error
-        return Answer(tuple(result.column_names), [tuple(row) for row in result.result_rows])
+        return QueryResult(tuple(result.column_names), [tuple(row) for row in result.result_rows])
 
-    def ask_guarded(self, sql: str, settings: Mapping[str, Any]) -> Answer:
+    def ask_guarded(self, sql: str, settings: Mapping[str, Any]) -> QueryResult:
         """Answers a checked query of a person, on a connection that is thrown away. Raises StoreFailed."""
         try:
-            client = self._connected()
+            client = self._connect()
             try:
                 result = client.query(sql, settings={"max_threads": self._threads, **settings, **_EXACT})
             finally:
                 client.close()
         except ClickHouseError as error:
             raise StoreFailed(str(error)) from error
-        return Answer(tuple(result.column_names), [tuple(row) for row in result.result_rows])
+        return QueryResult(tuple(result.column_names), [tuple(row) for row in result.result_rows])
 
     def close(self) -> None:
         self._writing.close()
         self._asking.close()
 
-    def _must_be_laid_out(self) -> None:
+    def _require_layout(self) -> None:
         """Columns cannot be added to the order of a table, so a store of another release has to be filled again."""
         ((key,),) = self._writing.query(_LAYOUT, {"database": self._database}).result_rows
         if key != SORTING_KEY:
@@ -194,7 +194,7 @@ class Store:
                 "set [traces] dsn to another folder, or remove that one to have it filled again from the log"
             )
 
-    def _connected(self) -> Client:
+    def _connect(self) -> Client:
         return clickhouse_connect.get_client(dsn=self._dsn, database=self._database)
 
 

@@ -7,7 +7,7 @@ from schemas.topics import TOPICS, Topic
 
 
 @dataclass(frozen=True)
-class Station:
+class FlowTopic:
     """One topic, in the order of the flow."""
 
     topic: str
@@ -21,11 +21,11 @@ class Station:
     "the stage that takes it from a group, which may lag; None when it is only read along"
 
 
-def _station(topic: Topic) -> Station:
+def _flow_topic(topic: Topic) -> FlowTopic:
     of_run = [access for access in ACCESS if not access.of_field]
     stages = [access.consumes[topic.name] for access in of_run if topic.name in access.consumes]
     assert len(stages) <= 1, f"{topic.name} is shared out to {stages}: the page shows one lag a topic"
-    return Station(
+    return FlowTopic(
         topic=topic.name,
         events=tuple(event.__name__ for event in topic.events),
         writers=tuple(access.program for access in of_run if topic.name in access.topics_written),
@@ -34,4 +34,4 @@ def _station(topic: Topic) -> Station:
     )
 
 
-FLOW: tuple[Station, ...] = tuple(_station(topic) for topic in TOPICS)
+FLOW: tuple[FlowTopic, ...] = tuple(_flow_topic(topic) for topic in TOPICS)

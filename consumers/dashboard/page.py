@@ -13,12 +13,12 @@ from nicegui import run as background
 from nicegui import ui
 
 from consumers.clickhouse.migrations import TABLES
-from consumers.dashboard.flow import FLOW, Station
+from consumers.dashboard.flow import FLOW, FlowTopic
 from consumers.reports import runs
 from consumers.reports.evaluations import newest_pass_at_1
 from consumers.reports.overview import Overview
 from consumers.reports.runs import UnknownRun
-from consumers.reports.transcripts import Listed, Transcript
+from consumers.reports.transcripts import Transcript, TranscriptEntry
 from schemas.errors import BadInput, ReplaygroundError
 from schemas.events import Utterance
 
@@ -69,7 +69,7 @@ def add_page(app: FastAPI, traces: "Traces") -> None:
     """Puts the page at / of the application."""
 
     def page(run: str = "") -> None:
-        Page(traces, run or None).build()
+        DashboardPage(traces, run or None).build()
 
     ui.page("/", title="Replayground")(page)
     ui.run_with(app, show_welcome_message=False, dark=False, favicon="🎯")
@@ -80,7 +80,7 @@ def address_of(run_id: str) -> str:
     return f"/?run={quote(run_id, safe='')}"
 
 
-class Page:
+class DashboardPage:
     """One open page in one browser. It shows one run; without a name, the one that is newest when there is one."""
 
     def __init__(self, traces: "Traces", run_id: str | None) -> None:
@@ -89,8 +89,8 @@ class Page:
         self._is_titled = False
         self._filters = {"purpose": "", "outcome": ""}
         self._chosen: str | None = None
-        self._shown: list[Listed] | None = None
-        self._shown_runs: list[runs.Listed] | None = None
+        self._shown: list[TranscriptEntry] | None = None
+        self._shown_runs: list[runs.RunEntry] | None = None
         self._looks = 0
 
     def build(self) -> None:
@@ -194,20 +194,20 @@ class Page:
                 await self._refresh_runs()
             view = await background.io_bound(self._traces.overview, self._run_id)
         except UnknownRun as error:
-            self._tell(
+            self._show_problem(
                 f"{str(error)[:1].upper()}{str(error)[1:]}."
                 if self._shown_runs
                 else "No run has started on this field yet."
             )
             return  # a run that has just started may not be in the store yet
         except BadInput as error:
-            self._tell(str(error))
+            self._show_problem(str(error))
             return
         except ReplaygroundError:
             return  # the store is closing or busy; the next look will tell
         if view is None or self._body.is_deleted:
             return  # the browser went away meanwhile
-        self._tell("")
+        self._show_problem("")
         self._name(view)
         self._show_tiles(view)
         self._show_flow(view)
@@ -219,7 +219,7 @@ class Page:
             await self._refresh_list()
         self._looks += 1
 
-    def _tell(self, problem: str) -> None:
+    def _show_problem(self, problem: str) -> None:
         self._problem.set_text(problem)
         self._problem.set_visibility(bool(problem))
         self._body.set_visibility(not problem)
@@ -254,7 +254,7 @@ class Page:
             for run in self._shown_runs:
                 self._draw_run(run)
 
-    def _draw_run(self, run: runs.Listed) -> None:
+    def _draw_run(self, run: runs.RunEntry) -> None:
         chosen = "chosen" if run.run_id == self._run_id else ""
         with ui.link(target=address_of(run.run_id)).classes(f"run {chosen}"):
             ui.element("div").classes("dot").style(f"background:{_COLOUR_BY_STATE[run.state]}")
@@ -297,7 +297,7 @@ class Page:
             for station in FLOW:
                 self._show_station(station, view)
 
-    def _show_station(self, station: Station, view: Overview) -> None:
+    def _show_station(self, station: FlowTopic, view: Overview) -> None:
         behind = view.lag.get(station.stage, 0) if station.stage else 0
         with ui.element("div").classes(f"station {'lagging' if behind > _LAGGING else ''}"):
             ui.label(f"{sum(view.events.get(kind, 0) for kind in station.events):,}").classes(
@@ -347,7 +347,7 @@ class Page:
             for line in self._shown or []:
                 self._line(line)
 
-    def _line(self, line: Listed) -> None:
+    def _line(self, line: TranscriptEntry) -> None:
         async def choose() -> None:
             self._chosen = line.trajectory_id
             self._draw_list()
@@ -368,19 +368,19 @@ class Page:
             if told is None:
                 ui.label("It is not assembled yet.").classes("soft")
             else:
-                _tell(told)
+                _render_transcript(told)
 
 
-def _tell(told: Transcript) -> None:
+def _render_transcript(told: Transcript) -> None:
     """The whole of a transcript, as text."""
     judged = ", ".join(f"{judgement.scorer} {judgement.score}" for judgement in told.judgements)
     ui.label(f"{told.session_id} · version {told.version} · ended by {told.ended_by} · {judged}").classes("soft")
     ui.label(f"right answer {told.reference} · answered {told.answer} · {told.turns} turns").classes("soft mb-2")
     for utterance in told.utterances:
-        _say(utterance)
+        _render_utterance(utterance)
 
 
-def _say(utterance: Utterance) -> None:
+def _render_utterance(utterance: Utterance) -> None:
     role = utterance.role if utterance.role in ("assistant", "tool", "user", "system") else "user"
     with ui.element("div").classes(f"say {role} {'wrong' if utterance.is_error else ''}"):
         with ui.row().classes("gap-2 items-center"):

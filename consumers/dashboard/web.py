@@ -2,7 +2,7 @@
 
 Everything takes ?run=ID; without it, it is about the newest run. An unknown run is a 404 with one sentence.
 
-GET  /api/runs           all runs of the field, newest first (consumers.reports.runs.Listed)
+GET  /api/runs           all runs of the field, newest first (consumers.reports.runs.RunEntry)
 POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds"}; 400 with one sentence otherwise. Without a
                          run it is asked of all runs; with one, its tables hold nothing else
 GET  /api/overview       how the run stands (consumers.reports.overview.Overview)
@@ -30,18 +30,18 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from consumers.clickhouse.answers import Answers
-from consumers.clickhouse.guard import checked
+from consumers.clickhouse.query_cache import QueryCache
+from consumers.clickhouse.sql_guard import check_sql
 from consumers.clickhouse.store import Store, StoreFailed
 from consumers.config import TracesSettings
 from consumers.lag_watch import LagWatch
-from consumers.reconcile import WHOLE_FIELD, Compared, Scope, reconcile
+from consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
 from consumers.reports import runs
 from consumers.reports.overview import Overview, overview
 from consumers.reports.report import report
 from consumers.reports.runs import Runs, UnknownRun
 from consumers.reports.summary import summary
-from consumers.reports.transcripts import Listed, Transcript, listed, transcript
+from consumers.reports.transcripts import Transcript, TranscriptEntry, list_transcripts, transcript
 from schemas.errors import BadInput
 from schemas.ids import now_microseconds
 from streams.log.protocol import Log
@@ -62,7 +62,7 @@ class Writer(Protocol):
     def await_caught_up(self, timeout_seconds: float) -> bool: ...
 
 
-class SqlAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class SqlResult(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a person's statement."""
 
     columns: list[str]
@@ -72,7 +72,7 @@ class SqlAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """Where the rows come from, for a program that follows the log."""
 
     log: Log
@@ -84,11 +84,11 @@ class Traces:
     """What the page and the interface ask; `run_id` None is the newest run. Every call may block for the time of its
     queries, and raises UnknownRun (404) and BadInput (400) with one sentence. Safe between threads."""
 
-    def __init__(self, store: Store, settings: TracesSettings, source: Source | None) -> None:
+    def __init__(self, store: Store, settings: TracesSettings, source: LogSource | None) -> None:
         self._store = store
         self._settings = settings
         self._source = source
-        self._answers = Answers(store)
+        self._answers = QueryCache(store)
         self._runs = Runs(self._answers)
         self._turn = threading.Lock()
         self._seen: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
@@ -102,9 +102,9 @@ class Traces:
         with self._turn:
             return self._runs.find(run_id)
 
-    def runs(self) -> list[runs.Listed]:
+    def runs(self) -> list[runs.RunEntry]:
         with self._turn:
-            return self._runs.listed(now_microseconds())
+            return self._runs.list_runs(now_microseconds())
 
     def overview(self, run_id: str | None = None) -> Overview:
         """How the run stands, at most a second old: however many ask, the store is asked once."""
@@ -123,9 +123,9 @@ class Traces:
         """A run that is over has none: its groups stand still while the topics grow with other runs."""
         return self._source.lag.lags(run.run_id) if self._source is not None and run.is_active else {}
 
-    def sql(self, statement: str, run_id: str | None = None) -> SqlAnswer:
+    def sql(self, statement: str, run_id: str | None = None) -> SqlResult:
         """Answers a statement of a person, about all runs or one."""
-        safe = checked(statement)
+        safe = check_sql(statement)
         limits: dict[str, Any] = {
             "limit": self._settings.sql_rows_max + 1,
             "max_execution_time": max(1, round(self._settings.sql_seconds_max)),
@@ -142,47 +142,47 @@ class Traces:
         rows = [[_plain(cell) for cell in row] for row in answer.rows[: self._settings.sql_rows_max]]
         truncated = len(answer.rows) > self._settings.sql_rows_max
         seconds = round(time.monotonic() - began, 3)
-        return SqlAnswer(columns=list(answer.columns), rows=rows, truncated=truncated, seconds=seconds)
+        return SqlResult(columns=list(answer.columns), rows=rows, truncated=truncated, seconds=seconds)
 
     def transcripts(
         self, run_id: str | None, *, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
-    ) -> list[Listed]:
+    ) -> list[TranscriptEntry]:
         rows = max(1, min(rows, _TRANSCRIPTS_MAX))
         found = self.find(run_id).run_id
-        return listed(self._store, found, purpose=purpose, outcome=outcome, session=session, rows=rows)
+        return list_transcripts(self._store, found, purpose=purpose, outcome=outcome, session=session, rows=rows)
 
     def transcript(self, run_id: str | None, trajectory_id: str) -> Transcript | None:
         return transcript(self._store, self.find(run_id).run_id, trajectory_id)
 
     def report(self, run_id: str | None = None) -> str:
         """The report as it would be now."""
-        return str(self._told(self.find(run_id))["report"])
+        return str(self._summary_and_report(self.find(run_id))["report"])
 
     def finish(self, run_id: str | None = None) -> dict[str, Any]:
         """Summary and report, when everything that is on the log now is in the store."""
-        self._await_written(self._followed())
-        return self._told(self.find(run_id))
+        self._await_written(self._require_source())
+        return self._summary_and_report(self.find(run_id))
 
-    def reconcile(self, repair: bool, run_id: str | None = None) -> list[Compared]:
+    def reconcile(self, repair: bool, run_id: str | None = None) -> list[PartitionComparison]:
         """The store against the log, of the whole field or of one run."""
-        source = self._followed()
+        source = self._require_source()
         scope = WHOLE_FIELD
         if run_id:
             run = self.find(run_id)
             scope = Scope(run_id=run.run_id, start=run.positions)
         return reconcile(source.log, self._store, lambda: self._await_written(source), repair, scope)
 
-    def _told(self, run: RunState) -> dict[str, Any]:
+    def _summary_and_report(self, run: RunState) -> dict[str, Any]:
         now = now_microseconds()
         figures = summary(self._store, self._source.log if self._source else None, run, now)
         return {"summary": figures, "report": report(self._store, run, figures, now)}
 
-    def _followed(self) -> Source:
+    def _require_source(self) -> LogSource:
         if self._source is None:
             raise BadInput("this needs the log, which is not followed now: start the field with `replayground up`")
         return self._source
 
-    def _await_written(self, source: Source) -> None:
+    def _await_written(self, source: LogSource) -> None:
         if not source.writer.await_caught_up(_CATCH_UP_SECONDS_MAX):
             raise BadInput(
                 f"the trace store is behind the log after {_CATCH_UP_SECONDS_MAX:.0f} s: see the traces program"
@@ -198,7 +198,7 @@ def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
 
     @app.get("/api/runs")
     async def all_runs() -> Response:
-        return await _answered(traces.runs)
+        return await _respond(traces.runs)
 
     @app.post("/api/sql")
     async def sql(request: Request, run: str | None = None) -> Response:
@@ -206,15 +206,15 @@ def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
             statement = msgspec.json.decode(await request.body(), type=dict[str, str])["sql"]
         except (msgspec.DecodeError, KeyError):
             return _json({"error": 'send {"sql": "SELECT …"}'}, 400)
-        return await _answered(lambda: traces.sql(statement, run))
+        return await _respond(lambda: traces.sql(statement, run))
 
     @app.get("/api/overview")
     async def view(run: str | None = None) -> Response:
-        return await _answered(lambda: traces.overview(run))
+        return await _respond(lambda: traces.overview(run))
 
     @app.post("/api/finish")
     async def finish(run: str | None = None) -> Response:
-        return await _answered(lambda: traces.finish(run))
+        return await _respond(lambda: traces.finish(run))
 
     @app.post("/api/reconcile")
     async def compare(request: Request, run: str | None = None) -> Response:
@@ -222,23 +222,23 @@ def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
             repair = msgspec.json.decode(await request.body(), type=dict[str, bool])["repair"]
         except (msgspec.DecodeError, KeyError):
             return _json({"error": 'send {"repair": false}'}, 400)
-        return await _answered(lambda: traces.reconcile(repair, run))
+        return await _respond(lambda: traces.reconcile(repair, run))
 
     @app.get("/api/report")
     async def now(run: str | None = None) -> Response:
-        return await _answered(lambda: traces.report(run), HTMLResponse)
+        return await _respond(lambda: traces.report(run), HTMLResponse)
 
     @app.get("/api/transcripts")
     async def listing(
         run: str | None = None, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
     ) -> Response:
-        return await _answered(
+        return await _respond(
             lambda: traces.transcripts(run, purpose=purpose, outcome=outcome, session=session, rows=rows)
         )
 
     @app.get("/api/transcripts/{trajectory_id}")
     async def one(trajectory_id: str, run: str | None = None) -> Response:
-        return await _answered(lambda: _one(traces, run, trajectory_id))
+        return await _respond(lambda: _one(traces, run, trajectory_id))
 
     return app
 
@@ -253,9 +253,9 @@ def _one(traces: Traces, run_id: str | None, trajectory_id: str) -> Transcript:
 class WebServer:
     """Interface and page in a thread."""
 
-    def __init__(self, store: Store, settings: TracesSettings, source: Source | None) -> None:
+    def __init__(self, store: Store, settings: TracesSettings, source: LogSource | None) -> None:
         """Raises BadInput when the port is taken, before anything is opened."""
-        _must_be_free(settings.bind, settings.port)
+        _require_free(settings.bind, settings.port)
         from consumers.dashboard.page import add_page  # NiceGUI takes seconds to import
 
         traces = Traces(store, settings, source)
@@ -275,7 +275,7 @@ class WebServer:
             if not self._thread.is_alive():
                 raise BadInput(f"the web page could not be opened on port {self._port}: see the log above")
             time.sleep(0.02)
-        _log.info("page", address=f"http://{self._bind}:{self._port}")
+        _log.info("page_started", address=f"http://{self._bind}:{self._port}")
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -283,7 +283,7 @@ class WebServer:
             self._thread.join(timeout=10.0)
 
 
-def _must_be_free(bind: str, port: int) -> None:
+def _require_free(bind: str, port: int) -> None:
     """uvicorn would end the process on a busy port; this says what is wrong instead."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -295,7 +295,7 @@ def _must_be_free(bind: str, port: int) -> None:
             ) from error
 
 
-async def _answered(question: Callable[[], Any], shown: Callable[[Any], Response] | None = None) -> Response:
+async def _respond(question: Callable[[], Any], shown: Callable[[Any], Response] | None = None) -> Response:
     try:
         answer = await asyncio.to_thread(question)
         return _json(answer, 200) if shown is None else shown(answer)

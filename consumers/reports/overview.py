@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from consumers.clickhouse import queries
-from consumers.clickhouse.answers import Answers, Question
+from consumers.clickhouse.query_cache import CachedQuery, QueryCache
 from consumers.reports.evaluations import Evaluation, complete_ones, evaluations_of
 from consumers.reports.runs import State, job_of, state_of
 from schemas.events import EVENTS
@@ -22,15 +22,15 @@ _HEARTBEAT_MICROSECONDS = 60_000_000
 _CURVE_POINTS_MAX = 500
 
 _KINDS = tuple(kind.__name__ for kind in EVENTS)
-_STEPS = Question(queries.STEPS, ("StepTaken",))
-_STEP_CURVE = Question(queries.STEP_CURVE, ("StepTaken",))
-_RELEASED = Question(queries.RELEASED, ("ControlIssued",))
-_SERVED = Question(queries.SERVED, ("WeightsLoaded",))
-_NEWEST_VERSION = Question(queries.NEWEST_VERSION, ("WeightsPublished",))
-_COUNTS = Question(queries.COUNTS_BY_TYPE, _KINDS, seconds=3.0)
-_SESSIONS = Question(queries.SESSIONS, ("TaskSubmitted", "TrajectoryAssembled", "RewardAssigned"), seconds=3.0)
-_TOKENS = Question(queries.TOKENS_SINCE, ("TurnGenerated", "WorkerSeen"), seconds=3.0)
-_WORKERS = Question(queries.WORKERS, ("WorkerSeen",), seconds=3.0)
+_STEPS = CachedQuery(queries.STEPS, ("StepTaken",))
+_STEP_CURVE = CachedQuery(queries.STEP_CURVE, ("StepTaken",))
+_RELEASED = CachedQuery(queries.RELEASED, ("ControlIssued",))
+_SERVED = CachedQuery(queries.SERVED, ("WeightsLoaded",))
+_NEWEST_VERSION = CachedQuery(queries.NEWEST_VERSION, ("WeightsPublished",))
+_COUNTS = CachedQuery(queries.COUNTS_BY_TYPE, _KINDS, seconds=3.0)
+_SESSIONS = CachedQuery(queries.SESSIONS, ("TaskSubmitted", "TrajectoryAssembled", "RewardAssigned"), seconds=3.0)
+_TOKENS = CachedQuery(queries.TOKENS_SINCE, ("TurnGenerated", "WorkerSeen"), seconds=3.0)
+_WORKERS = CachedQuery(queries.WORKERS, ("WorkerSeen",), seconds=3.0)
 
 Phase = State | Literal["starting", "demonstrations", "cold start", "evaluating", "training"]
 
@@ -45,7 +45,7 @@ class Step(Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]
 
 
-class Program(Struct, frozen=True, kw_only=True):
+class ProgramStatus(Struct, frozen=True, kw_only=True):
     """One program, as its last heartbeat tells."""
 
     worker: str
@@ -54,7 +54,7 @@ class Program(Struct, frozen=True, kw_only=True):
     load: dict[str, float]
 
 
-class Served(Struct, frozen=True, kw_only=True):
+class ServerStatus(Struct, frozen=True, kw_only=True):
     """What a server last said."""
 
     server: str
@@ -87,7 +87,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     rollouts_running: int
     version_published: int | None
     version_by_server: dict[str, int | None]
-    servers: list[Served]
+    servers: list[ServerStatus]
     rejects: int
     "messages that a stage of this run refused"
     rejects_field: int
@@ -102,7 +102,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     events: dict[str, int]
     lag: dict[str, int]
     "by stage; empty when it is not known, or the run is over"
-    programs: list[Program]
+    programs: list[ProgramStatus]
 
 
 class _Sessions(Struct, frozen=True):
@@ -110,7 +110,7 @@ class _Sessions(Struct, frozen=True):
     demonstrated: int
 
 
-def overview(answers: Answers, run: RunState, lag: dict[str, int], now: int) -> Overview:
+def overview(answers: QueryCache, run: RunState, lag: dict[str, int], now: int) -> Overview:
     """Asks the store. `now` is in microseconds; `lag` is told by whoever can ask the log. Raises BadInput when the config of
     the run cannot be read."""
     asked = {"run": run.run_id}
@@ -118,7 +118,7 @@ def overview(answers: Answers, run: RunState, lag: dict[str, int], now: int) -> 
     steps = answers.ask(_STEP_CURVE, asked).dicts()
     sessions = _sessions(answers, run.run_id, now)
     programs = _programs(answers, run.run_id, now)
-    servers = [Served(**row) for row in answers.ask(_SERVED, asked).dicts()]
+    servers = [ServerStatus(**row) for row in answers.ask(_SERVED, asked).dicts()]
     counts = answers.ask(_COUNTS, asked).dicts()
     events = {row["type"]: row["events"] for row in counts}
     newest_heartbeat = next((row["newest"] for row in counts if row["type"] == "WorkerSeen"), 0)
@@ -160,7 +160,7 @@ def overview(answers: Answers, run: RunState, lag: dict[str, int], now: int) -> 
     )
 
 
-def grpo_steps(answers: Answers, run_id: str) -> list[Step]:
+def grpo_steps(answers: QueryCache, run_id: str) -> list[Step]:
     """The optimizer steps of GRPO, in order, with everything that was measured."""
     rows = answers.ask(_STEPS, {"run": run_id}).dicts()
     return [_step(number, row) for number, row in enumerate(rows, start=1)]
@@ -177,7 +177,7 @@ def _step(number: int, row: dict[str, Any]) -> Step:
     )
 
 
-def _sessions(answers: Answers, run_id: str, now: int) -> _Sessions:
+def _sessions(answers: QueryCache, run_id: str, now: int) -> _Sessions:
     asked = {"run": run_id}
     released = {version for (version,) in answers.ask(_RELEASED, asked).rows}
     rows = answers.ask(_SESSIONS, asked).dicts()
@@ -185,16 +185,16 @@ def _sessions(answers: Answers, run_id: str, now: int) -> _Sessions:
     return _Sessions(evaluations_of(rows, released, now), demonstrated)
 
 
-def _programs(answers: Answers, run_id: str, now: int) -> list[Program]:
+def _programs(answers: QueryCache, run_id: str, now: int) -> list[ProgramStatus]:
     rows = answers.ask(_WORKERS, {"run": run_id, "since": now - _HEARTBEAT_MICROSECONDS}).dicts()
     heartbeats = [(row["seen"], msgspec.json.decode(row["body"])) for row in rows]
     return [
-        Program(worker=body["worker"], role=body["role"], seen=seen, load=_numbers(body["load"]))
+        ProgramStatus(worker=body["worker"], role=body["role"], seen=seen, load=_numbers(body["load"]))
         for seen, body in heartbeats
     ]
 
 
-def _rejects_of_field(answers: Answers) -> int:
+def _rejects_of_field(answers: QueryCache) -> int:
     counts = answers.ask(_COUNTS, {"run": FIELD}).dicts()
     return next((row["events"] for row in counts if row["type"] == "EventRejected"), 0)
 
@@ -203,7 +203,7 @@ def _numbers(load: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in load.items() if value is not None}
 
 
-def _gauge(programs: Sequence[Program], role: str, figure: str) -> float:
+def _gauge(programs: Sequence[ProgramStatus], role: str, figure: str) -> float:
     return sum(program.load.get(figure, 0.0) for program in programs if program.role == role)
 
 
@@ -233,7 +233,7 @@ def _phase(
 
 
 def _sft_progress(
-    job: JobSettings, has_steps: bool, evaluations: Sequence[Evaluation], programs: Sequence[Program]
+    job: JobSettings, has_steps: bool, evaluations: Sequence[Evaluation], programs: Sequence[ProgramStatus]
 ) -> float:
     is_over = has_steps or any(evaluation.version >= job.first_version for evaluation in evaluations)
     return 1.0 if is_over else _gauge(programs, "trainer", "progress")
@@ -260,6 +260,6 @@ def _thinned(points: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{"x": s[-1]["x"], "y": sum(point["y"] for point in s) / len(s)} for s in stretches]
 
 
-def _single(answers: Answers, question: Question, asked: dict[str, Any]) -> Any:
+def _single(answers: QueryCache, question: CachedQuery, asked: dict[str, Any]) -> Any:
     rows = answers.ask(question, asked).rows
     return rows[0][0] if rows else None

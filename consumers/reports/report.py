@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from consumers.clickhouse import queries
-from consumers.clickhouse.answers import Answers
+from consumers.clickhouse.query_cache import QueryCache
 from consumers.clickhouse.store import Store
 from consumers.reports import svg
 from consumers.reports.evaluations import Evaluation
 from consumers.reports.overview import Overview, Step, grpo_steps, overview
 from consumers.reports.summary import Summary
-from consumers.reports.transcripts import Transcript, telling
+from consumers.reports.transcripts import Transcript, pick_transcript
 from streams.rules.runs import RunState
 
 _BLUE, _GREEN, _AMBER, _GREY = "#2563eb", "#059669", "#d97706", "#94a3b8"
@@ -23,7 +23,7 @@ _SMOOTHING_STEPS = 4
 
 def report(store: Store, run: RunState, figures: Summary, now: int) -> str:
     """The whole page."""
-    answers = Answers(store)
+    answers = QueryCache(store)
     view = overview(answers, run, {}, now)
     steps = grpo_steps(answers, run.run_id)
     refusals = store.ask(queries.REFUSALS, {"run": run.run_id}).dicts()
@@ -55,8 +55,8 @@ def _examples(
 ) -> tuple[Transcript | None, Transcript | None]:
     """A success of the last evaluation; a failure of it, or of the one before when there is none."""
     sessions = [evaluation.session for evaluation in reversed(evaluations) if evaluation.kind == "sampled"]
-    good = next((found for name in sessions if (found := telling(store, run_id, name, True))), None)
-    failed = next((found for name in sessions if (found := telling(store, run_id, name, False))), None)
+    good = next((found for name in sessions if (found := pick_transcript(store, run_id, name, True))), None)
+    failed = next((found for name in sessions if (found := pick_transcript(store, run_id, name, False))), None)
     return good, failed
 
 

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from consumers.clickhouse import queries
-from consumers.clickhouse.answers import Answers, Question
-from consumers.clickhouse.store import Answer
+from consumers.clickhouse.query_cache import CachedQuery, QueryCache
+from consumers.clickhouse.store import QueryResult
 from consumers.reports.evaluations import evaluations_of, newest_pass_at_1
 from schemas.errors import BadInput
 from schemas.events import Event, Meta, RunEnded, RunResumed, RunStarted
@@ -24,17 +24,17 @@ State = Literal["running", "finished", "stopped", "failed", "taken_over", "lost"
 _LOST_MICROSECONDS = 30_000_000
 _NEAREST = 3
 _FACTS: dict[str, type[Event]] = {"RunStarted": RunStarted, "RunResumed": RunResumed, "RunEnded": RunEnded}
-_RUN_FACTS = Question(queries.RUN_FACTS, tuple(_FACTS))
+_RUN_FACTS = CachedQuery(queries.RUN_FACTS, tuple(_FACTS))
 _KINDS = ("StepTaken", "WeightsPublished", "TaskSubmitted", "TrajectoryAssembled", "RewardAssigned", "ControlIssued")
 "what the figures of a run in the list rest on"
-_COUNTS = Question(queries.COUNTS_BY_RUN, (*_KINDS, "WorkerSeen"), seconds=2.0)
+_COUNTS = CachedQuery(queries.COUNTS_BY_RUN, (*_KINDS, "WorkerSeen"), seconds=2.0)
 
 
 class UnknownRun(BadInput):
     """There is no such run in the store."""
 
 
-class Listed(Struct, frozen=True, kw_only=True):
+class RunEntry(Struct, frozen=True, kw_only=True):
     """One run in the list of runs. Times are microseconds since the epoch; null = unknown."""
 
     run_id: str
@@ -83,10 +83,10 @@ def job_of(run: RunState) -> JobSettings:
 class Runs:
     """The runs in the store. Belongs to one thread at a time."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: QueryCache) -> None:
         self._answers = answers
         self._figures: dict[str, tuple[tuple[int, ...], _Figures]] = {}
-        self._folded: tuple[Answer | None, dict[str, RunState]] = (None, {})
+        self._folded: tuple[QueryResult | None, dict[str, RunState]] = (None, {})
 
     def states(self) -> dict[str, RunState]:
         """All runs by id, in the order in which they started."""
@@ -108,7 +108,7 @@ class Runs:
             )
         return states[run_id]
 
-    def listed(self, now: int) -> list[Listed]:
+    def list_runs(self, now: int) -> list[RunEntry]:
         """All runs, newest first."""
         states = self.states()
         counts: dict[str, dict[str, int]] = {}
@@ -119,7 +119,7 @@ class Runs:
                 heartbeats[run_id] = newest
         figures = self._figures_of(list(states), counts, now)
         return [
-            Listed(
+            RunEntry(
                 run_id=run.run_id,
                 job=run.job,
                 kind=run.kind,

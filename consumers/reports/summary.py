@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from consumers.clickhouse import queries
-from consumers.clickhouse.answers import Answers
+from consumers.clickhouse.query_cache import QueryCache
 from consumers.clickhouse.store import Place, Store
 from consumers.reports.evaluations import complete_ones, newest_pass_at_1
 from consumers.reports.overview import Step, grpo_steps, overview
@@ -66,7 +66,7 @@ class Summary(Struct, frozen=True, kw_only=True):
 def summary(store: Store, log: Log | None, run: RunState, now: int) -> Summary:
     """Asks the store and counts the log. Whoever writes the store must not be in the middle of a batch."""
     asked = {"run": run.run_id}
-    answers = Answers(store)
+    answers = QueryCache(store)
     view = overview(answers, run, {}, now)
     steps = grpo_steps(answers, run.run_id)
     times = store.ask(queries.BEGINNING, asked).dicts()[0]
@@ -74,7 +74,7 @@ def summary(store: Store, log: Log | None, run: RunState, now: int) -> Summary:
     batches = store.ask(queries.BATCHES, asked).dicts()
     sampled = store.ask(queries.SAMPLED, asked).dicts()[0]
     busy = _busy_shares(store, run.run_id, batches, steps)
-    trace_rows, log_events = counted(store, log, run.positions) if log else (sum(view.events.values()), None)
+    trace_rows, log_events = count_rows(store, log, run.positions) if log else (sum(view.events.values()), None)
     evaluations = view.heldout_pass_at_1
     sampled_ones = complete_ones(evaluations, "sampled")
     return Summary(
@@ -109,17 +109,17 @@ def summary(store: Store, log: Log | None, run: RunState, now: int) -> Summary:
     )
 
 
-def counted(store: Store, log: Log, start: Sequence[Position] = ()) -> tuple[int, int]:
+def count_rows(store: Store, log: Log, start: Sequence[Position] = ()) -> tuple[int, int]:
     """Rows in the store, and messages on the log up to where the store has come, both from `start` on."""
-    standing = {(topic, partition): following for topic, partition, following, _ in store.ask(queries.STANDING).rows}
+    group_lags = {(topic, partition): following for topic, partition, following, _ in store.ask(queries.STANDING).rows}
     starts = {(position.topic, position.partition): position.offset for position in start}
-    found = {place: _OnLog() for place in standing}
+    found = {place: _OnLog() for place in group_lags}
     for message in log.messages([topic.name for topic in TOPICS], start):
         place = (message.address.topic, message.address.partition)
         # a tombstone has no row; and the log grows while it is read: what is beyond the store is not its fault
-        if message.value is not None and message.address.offset < standing.get(place, 0):
+        if message.value is not None and message.address.offset < group_lags.get(place, 0):
             found[place].add(message.address.offset, TOPIC_BY_NAME[place[0]].compacted)
-    rows = _rows(store, {place: (starts.get(place, 0), following) for place, following in standing.items()}, found)
+    rows = _rows(store, {place: (starts.get(place, 0), following) for place, following in group_lags.items()}, found)
     return rows, sum(on_log.messages for on_log in found.values())
 
 

@@ -10,7 +10,7 @@ from consumers.clickhouse.store import Store
 from schemas.events import Utterance
 
 
-class Listed(Struct, frozen=True, kw_only=True):
+class TranscriptEntry(Struct, frozen=True, kw_only=True):
     """One line of the list of transcripts."""
 
     trajectory_id: str
@@ -49,12 +49,12 @@ class Transcript(Struct, frozen=True, kw_only=True):
     judgements: list[Judgement]
 
 
-def listed(
+def list_transcripts(
     store: Store, run_id: str, *, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
-) -> list[Listed]:
+) -> list[TranscriptEntry]:
     """The newest judged trajectories. `outcome` is "passed", "failed" or "" for both."""
     asked = {"run": run_id, "purpose": purpose, "outcome": outcome, "session": session, "rows": rows}
-    return [Listed(**row) for row in store.ask(queries.TRANSCRIPTS, asked).dicts()]
+    return [TranscriptEntry(**row) for row in store.ask(queries.TRANSCRIPTS, asked).dicts()]
 
 
 def transcript(store: Store, run_id: str, trajectory_id: str) -> Transcript | None:
@@ -69,17 +69,19 @@ def transcript(store: Store, run_id: str, trajectory_id: str) -> Transcript | No
         for r in store.ask(queries.REWARDS_OF, asked).dicts()
         if r["attempt_id"] == row["attempt_id"]
     ]
-    return _told(trajectory_id, row, body, judgements)
+    return _make_transcript(trajectory_id, row, body, judgements)
 
 
-def telling(store: Store, run_id: str, session: str, passed: bool) -> Transcript | None:
+def pick_transcript(store: Store, run_id: str, session: str, passed: bool) -> Transcript | None:
     """A trajectory of the session that passed or failed, the one with the most to read."""
     asked = {"run": run_id, "session": session, "passed": int(passed)}
     rows = store.ask(queries.TELLING, asked).rows
     return transcript(store, run_id, rows[0][0]) if rows else None
 
 
-def _told(trajectory_id: str, row: dict[str, Any], body: dict[str, Any], judgements: list[Judgement]) -> Transcript:
+def _make_transcript(
+    trajectory_id: str, row: dict[str, Any], body: dict[str, Any], judgements: list[Judgement]
+) -> Transcript:
     return Transcript(
         trajectory_id=trajectory_id,
         session_id=row["session_id"],

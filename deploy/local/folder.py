@@ -207,7 +207,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def require_disk(path: Path, free_bytes_min: int) -> None:
     """Raises BadInput when there is too little room to begin."""
-    free_bytes = shutil.disk_usage(_existing(path)).free
+    free_bytes = shutil.disk_usage(_nearest_existing(path)).free
     if free_bytes < free_bytes_min:
         raise BadInput(
             f"the disk of {path} has {free_bytes:,} bytes free and {free_bytes_min:,} are wanted: free some space, "
@@ -216,7 +216,7 @@ def require_disk(path: Path, free_bytes_min: int) -> None:
 
 
 @contextmanager
-def locked(path: Path, otherwise: str) -> Iterator[int]:
+def hold_lock(path: Path, otherwise: str) -> Iterator[int]:
     """Holds the lock of a folder; yields its descriptor, so that a background stack can inherit it.
 
     The lock lasts as long as any process has the descriptor open. Raises BadInput with the sentence `otherwise` when
@@ -257,7 +257,7 @@ def take_lock(path: Path) -> int | None:
     return descriptor
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """The nearest folder above that exists."""
     path = path.absolute()
     while not path.exists():

@@ -34,7 +34,7 @@ from deploy.local.folder import FieldFolder, StackFolder, create_field_folder
 from deploy.local.kafka import Broker
 from deploy.local.ports import choose_ports, is_listening
 from deploy.local.registry import SchemaRegistry
-from deploy.local.supervisor import Control, ProgramState, Supervised, render
+from deploy.local.supervisor import Control, ProgramState, SupervisedProgram, render
 from schemas.blobs import open_blobs
 from schemas.codec import Codec
 from schemas.errors import BadInput, LogUnavailable, ReplaygroundError
@@ -57,7 +57,7 @@ class StackFailed(ReplaygroundError):
     """A part of the stack did not start, or ended when it should not have. The message names its log."""
 
 
-class Progress(Protocol):
+class ProgressListener(Protocol):
     """Is told what is being started. Names are for people."""
 
     def begin(self, part: str) -> None: ...
@@ -65,7 +65,7 @@ class Progress(Protocol):
     def end(self, part: str) -> None: ...
 
 
-class Silent:
+class SilentProgress:
     """A Progress that shows nothing."""
 
     def begin(self, part: str) -> None: ...
@@ -74,7 +74,7 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Addresses:
+class LogAddresses:
     """Where the log of a field is; the attributes have the names they have in schemas.run.Run."""
 
     log: LogSettings
@@ -94,10 +94,10 @@ class Addresses:
 
 
 @dataclass(frozen=True)
-class Member:
+class StackProgram:
     """A program of ours on the stack."""
 
-    supervised: Supervised
+    supervised: SupervisedProgram
     health: str
     "host and port of its /healthz"
     stop_wave: int = 1
@@ -105,16 +105,16 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StackPlan:
     """A stack to be started."""
 
     folder: StackFolder
-    addresses: Addresses | None = None
+    addresses: LogAddresses | None = None
     "of a log that is prepared before the programs start: topics made, schemas registered"
     broker: Broker | None = None
     registry: SchemaRegistry | None = None
-    members: Sequence[Member] = ()
-    attendant: Supervised | None = None
+    members: Sequence[StackProgram] = ()
+    attendant: SupervisedProgram | None = None
     disk_free_bytes_min: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     "added to the environment of every program"
@@ -149,10 +149,10 @@ class RunningStack:
         if reason is not None:
             raise BadInput(reason)
         if has_ended:
-            raise StackFailed(f"the stack has ended: {self._told('guard')}")
+            raise StackFailed(f"the stack has ended: {self._last_line_and_file('guard')}")
         for state in states.values():
             if state.state == "FATAL":
-                raise StackFailed(f"{state.name} does not start: {self._told(state.name)}")
+                raise StackFailed(f"{state.name} does not start: {self._last_line_and_file(state.name)}")
 
     def reason(self) -> str | None:
         """Why the stack cannot go on, when a program or the guard said so: bad input, or a full disk."""
@@ -179,7 +179,7 @@ class RunningStack:
             killing = False
         except KeyboardInterrupt:
             killing = True
-        with _undisturbed():
+        with _ignore_interrupts():
             if killing:
                 report("killing what has not drained")
                 self._kill()
@@ -238,11 +238,11 @@ class RunningStack:
             return None
         return process if alive else None
 
-    def _told(self, name: str) -> str:
+    def _last_line_and_file(self, name: str) -> str:
         return f"{self.last_line(name)} (all of it: {self.folder.logs / name}.log)"
 
 
-def start(plan: Plan, progress: Progress, *, lock: int, foreground: bool) -> RunningStack:
+def start(plan: StackPlan, progress: ProgressListener, *, lock: int, foreground: bool) -> RunningStack:
     """Starts a stack and returns when every part is healthy. The caller stops it; when this raises, it is stopped already.
 
     `lock` is the descriptor of deploy.local.folder.locked, kept open by the guard. In the foreground the stack drains
@@ -277,7 +277,7 @@ def forget_start(folder: StackFolder) -> None:
     (folder.path / guard.STARTED_FILE).unlink(missing_ok=True)
 
 
-def _start_parts(plan: Plan, stack: RunningStack, progress: Progress) -> None:
+def _start_parts(plan: StackPlan, stack: RunningStack, progress: ProgressListener) -> None:
     _wait(stack, "the supervisor", plan.folder.control_socket.exists)
     if plan.broker is not None and plan.registry is not None and plan.addresses is not None:
         _start_log(plan.broker, plan.registry, plan.addresses, stack, progress)
@@ -287,7 +287,11 @@ def _start_parts(plan: Plan, stack: RunningStack, progress: Progress) -> None:
 
 
 def _start_log(
-    broker: Broker, schema_registry: SchemaRegistry, addresses: Addresses, stack: RunningStack, progress: Progress
+    broker: Broker,
+    schema_registry: SchemaRegistry,
+    addresses: LogAddresses,
+    stack: RunningStack,
+    progress: ProgressListener,
 ) -> None:
     progress.begin(_REGISTRY_SHOWN)
     _wait(stack, "Kafka", lambda: is_listening(broker.port))
@@ -298,7 +302,7 @@ def _start_log(
     progress.end(_REGISTRY_SHOWN)
 
 
-def _prepare_log_elsewhere(addresses: Addresses, progress: Progress) -> None:
+def _prepare_log_elsewhere(addresses: LogAddresses, progress: ProgressListener) -> None:
     """Nobody is waited for: what the config names is expected to run. Raises BadInput."""
     progress.begin(_ELSEWHERE_SHOWN)
     try:
@@ -326,7 +330,7 @@ def _require_reachable(bootstrap_servers: str) -> None:
     raise LogUnavailable(f"no broker accepts a connection ({'; '.join(problems)})")
 
 
-def _start_members(plan: Plan, stack: RunningStack, progress: Progress) -> None:
+def _start_members(plan: StackPlan, stack: RunningStack, progress: ProgressListener) -> None:
     waiting = {member.supervised.name: member for member in plan.members}
     for name in waiting:
         progress.begin(name)
@@ -372,12 +376,12 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _make_topics(addresses: Addresses) -> None:
+def _make_topics(addresses: LogAddresses) -> None:
     with closing(open_log(addresses.run_of("operator"))) as log:
         log.make_topics()
 
 
-def _register_schemas(addresses: Addresses) -> None:
+def _register_schemas(addresses: LogAddresses) -> None:
     run = addresses.run_of("operator")
     registry_client = registry_of(run)
     with closing(Codec(registry_client, open_blobs(run))) as codec:
@@ -385,7 +389,7 @@ def _register_schemas(addresses: Addresses) -> None:
         codec.register_all()
 
 
-def _register_schemas_elsewhere(addresses: Addresses) -> None:
+def _register_schemas_elsewhere(addresses: LogAddresses) -> None:
     """The registry may be another log's, and others may use it: its own rule is left alone. Raises BadInput."""
     run = addresses.run_of("operator")
     registry_client = registry_of(run)
@@ -395,21 +399,21 @@ def _register_schemas_elsewhere(addresses: Addresses) -> None:
         registry_client.require_compatibility_of_known()
 
 
-def _write_config(plan: Plan) -> None:
+def _write_config(plan: StackPlan) -> None:
     # rendered first, stopped last: the attendant outlives the programs it looks after
     programs = [] if plan.attendant is None else [plan.attendant]
     if plan.broker is not None:
-        programs.append(Supervised(KAFKA, kafka.command(plan.broker), starts_at_once=True))
+        programs.append(SupervisedProgram(KAFKA, kafka.command(plan.broker), starts_at_once=True))
     if plan.registry is not None:
         command = registry.command(plan.registry)
-        programs.append(Supervised(REGISTRY, command, starts_at_once=True, stop_seconds_max=10))
+        programs.append(SupervisedProgram(REGISTRY, command, starts_at_once=True, stop_seconds_max=10))
     programs += [member.supervised for member in plan.members]
     text = render(plan.folder.control_socket, programs, as_root=os.geteuid() == 0)
     plan.folder.control_socket.unlink(missing_ok=True)  # left by a stack that was killed
     (plan.folder.path / _CONFIG_FILE).write_text(text)
 
 
-def spawn_guard(plan: Plan, lock: int, foreground: bool) -> "subprocess.Popen[bytes]":
+def spawn_guard(plan: StackPlan, lock: int, foreground: bool) -> "subprocess.Popen[bytes]":
     folder = plan.folder.path
     wrap = ["setpriv", "--pdeathsig", "TERM", "--"]
     supervisor = [*wrap, sys.executable, "-m", "supervisor.supervisord", "-c", _CONFIG_FILE]
@@ -441,7 +445,7 @@ def _lines(path: Path, bytes_max: int = 4000) -> list[str]:
 
 
 @contextmanager
-def local_log(folder: Path, heap_mebibytes: int = 384) -> Iterator[Addresses]:
+def local_log(folder: Path, heap_mebibytes: int = 384) -> Iterator[LogAddresses]:
     """A broker and a registry of one's own below `folder`, with all topics and schemas; gone when the block ends.
 
     For tests and benchmarks. Call it from the main thread.
@@ -452,11 +456,11 @@ def local_log(folder: Path, heap_mebibytes: int = 384) -> Iterator[Addresses]:
     broker = Broker(field_folder.path, ports["kafka"], ports["controller"], heap_mebibytes)
     schema_registry = SchemaRegistry(broker.bootstrap_servers, ports["registry"], ports["management"])
     log = LogSettings(bootstrap_servers=broker.bootstrap_servers, registry_url=schema_registry.url)
-    addresses = Addresses(log, field_folder.blobs_url)
-    plan = Plan(field_folder, addresses, broker, schema_registry)
+    addresses = LogAddresses(log, field_folder.blobs_url)
+    plan = StackPlan(field_folder, addresses, broker, schema_registry)
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        stack = start(plan, Silent(), lock=lock, foreground=True)
+        stack = start(plan, SilentProgress(), lock=lock, foreground=True)
         try:
             yield addresses
         finally:
@@ -469,7 +473,7 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _ignore_interrupts() -> Iterator[None]:
     """A third Ctrl-C must not leave processes behind that the second was to kill."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals are the main thread's affair

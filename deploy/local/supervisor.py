@@ -22,7 +22,7 @@ TAKEN_OVER = 3
 
 
 @dataclass(frozen=True)
-class Supervised:
+class SupervisedProgram:
     """A program to be kept running."""
 
     name: str
@@ -53,7 +53,7 @@ class ProgramState:
         return self.state in ("STOPPED", "EXITED", "FATAL")
 
 
-def render(socket: Path, programs: Iterable[Supervised], *, as_root: bool) -> str:
+def render(socket: Path, programs: Iterable[SupervisedProgram], *, as_root: bool) -> str:
     """The settings file. Paths are relative to the data folder, which supervisord is started in: names of folders with
     a percent sign would be expanded, in some fields twice. Programs inherit supervisord's environment and folder."""
     sections = [
@@ -67,7 +67,7 @@ def render(socket: Path, programs: Iterable[Supervised], *, as_root: bool) -> st
     return "\n".join(sections)
 
 
-def _section(program: Supervised, priority: int) -> str:
+def _section(program: SupervisedProgram, priority: int) -> str:
     """Programs are stopped in the reverse of the order they are named in."""
     wrapped = ["setpriv", "--pdeathsig", "KILL", "--", *program.command]
     settings = {
@@ -104,21 +104,21 @@ class Control:
 
     def states(self) -> dict[str, ProgramState]:
         """Every program by name, in the order of the settings file."""
-        return {info["name"]: _state(info) for info in self._asked("getAllProcessInfo")}
+        return {info["name"]: _state(info) for info in self._call("getAllProcessInfo")}
 
     def start(self, name: str) -> None:
         """Starts a program; does not wait for it."""
-        self._asked("startProcess", name, False)
+        self._call("startProcess", name, False)
 
     def stop(self, name: str) -> None:
         """Tells a program to drain; does not wait for it. A program that is not running or not there is left alone."""
         try:
-            self._asked("stopProcess", name, False)
+            self._call("stopProcess", name, False)
         except Fault as fault:
             if fault.faultCode not in (Faults.NOT_RUNNING, Faults.BAD_NAME):
                 raise
 
-    def _asked(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         # a connection of its own for each question: the transport cannot be used again after one that failed
         transport = SupervisorTransport(None, None, f"unix://{self._socket}")
         try:

@@ -12,8 +12,8 @@ import typer
 from rich.live import Live
 from rich.table import Column, Table
 
-from deploy.operate.looking import active_run, traces_silent
-from deploy.options import FIELD, Field, RunOption, console, say, say_aside
+from deploy.operate.inspection import active_run, traces_unreachable
+from deploy.options import FIELD, Field, RunOption, console, echo, echo_error
 from schemas.errors import BadInput
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ def tail(
 
     Examples:  replayground tail  ·  replayground tail messages --trajectory 3f2a  ·  replayground tail --type StepTaken --json
     """
-    from deploy.operate.tail import Wanted, as_json, line, topics_of
+    from deploy.operate.tail import EventFilter, as_json, line, topics_of
     from deploy.operate.tail import tail as read_along
 
-    wanted = Wanted(None, task, trajectory, frozenset(kind or ()))
+    wanted = EventFilter(None, task, trajectory, frozenset(kind or ()))
     names = topics_of(topics or [])
     width = console.width if sys.stdout.isatty() else 10_000
     with _log_of(field) as log:
@@ -145,16 +145,16 @@ def reconcile(
     Examples:  replayground reconcile  ·  replayground reconcile --repair  ·  replayground reconcile --run 20260713-0915
     """
     from deploy.field import open_field
-    from deploy.page import Page
-    from deploy.session import log_of
+    from deploy.run_lifecycle import log_of
+    from deploy.traces_client import TracesClient
 
-    with open_field(field, say_aside) as (_, resolved):
+    with open_field(field, echo_error) as (_, resolved):
         with log_of(resolved) as log:
             run_id = None if run is None else _id_of(log, run)
         try:
-            compared = Page(resolved.page_url, run_id).reconcile(repair)
+            compared = TracesClient(resolved.page_url, run_id).reconcile(repair)
         except OSError as error:
-            raise traces_silent(error) from error
+            raise traces_unreachable(error) from error
     table = Table(
         Column("topic", no_wrap=True),
         "partition",
@@ -176,9 +176,9 @@ def reconcile(
     disagreeing = [place for place in compared if not place.agrees]
     events = sum(place.log_events for place in compared)
     if disagreeing:
-        say(f"{len(disagreeing)} of {len(compared)} partitions differ; `replayground reconcile --repair` mends them")
+        echo(f"{len(disagreeing)} of {len(compared)} partitions differ; `replayground reconcile --repair` mends them")
         raise typer.Exit(1)
-    say(f"✓ {events:,} events on {len(compared)} partitions, and the trace store says the same")
+    echo(f"✓ {events:,} events on {len(compared)} partitions, and the trace store says the same")
 
 
 @dead_letters.command("list")
@@ -196,7 +196,7 @@ def list_dead_letters(
     with _log_of(field) as log:
         letters = found(log, stage, None if run is None else _id_of(log, run))
     if not letters:
-        say("nothing was refused")
+        echo("nothing was refused")
         return
     table = Table("number", "refused at (UTC)", "stage", "came from", "because", box=None, padding=(0, 2))
     for letter in letters:
@@ -211,12 +211,12 @@ def show(number: Annotated[int, typer.Argument(help="Its number in the list.")],
 
     Example:  replayground dead-letters show 3
     """
-    from deploy.operate.dead_letters import chosen, described
     from deploy.operate.dead_letters import dead_letters as found
+    from deploy.operate.dead_letters import describe, select
 
     with _log_of(field) as log:
-        (letter,) = chosen(found(log), [number])
-        say(described(log.codec, letter))
+        (letter,) = select(found(log), [number])
+        echo(describe(log.codec, letter))
 
 
 @dead_letters.command()
@@ -233,17 +233,17 @@ def redrive(
 
     Examples:  replayground dead-letters redrive 3 4  ·  replayground dead-letters redrive --all --stage score
     """
-    from deploy.operate.dead_letters import chosen
     from deploy.operate.dead_letters import dead_letters as found
     from deploy.operate.dead_letters import redrive as write_again
+    from deploy.operate.dead_letters import select
 
     if bool(numbers) == every:
         raise BadInput("name the dead letters to be tried again by number, or say --all")
     with _log_of(field) as log:
         letters = found(log, stage, None if run is None else _id_of(log, run))
-        taken = letters if every else chosen(letters, numbers or [])
+        taken = letters if every else select(letters, numbers or [])
         write_again(log, taken)
-    say(f"{len(taken)} messages were written again")
+    echo(f"{len(taken)} messages were written again")
 
 
 @blobs.command("sweep")
@@ -262,16 +262,16 @@ def sweep_blobs(
     """
     from deploy.field import open_field
     from deploy.operate.sweep import sweep
-    from deploy.session import log_of
+    from deploy.run_lifecycle import log_of
     from schemas.blobs import open_blobs
 
-    with open_field(field, say_aside) as (_, resolved), log_of(resolved) as log:
+    with open_field(field, echo_error) as (_, resolved), log_of(resolved) as log:
         store = open_blobs(resolved.run_of("operator"))
-        swept = sweep(log, log.codec, store, grace_hours, time.time(), dry_run=dry_run, tell=say)
+        swept = sweep(log, log.codec, store, grace_hours, time.time(), dry_run=dry_run, tell=echo)
     for blob in swept.removed if dry_run else ():
-        say(f"{blob.path}  {blob.size_bytes:,} bytes")
+        echo(f"{blob.path}  {blob.size_bytes:,} bytes")
     done = "would be removed" if dry_run else "removed"
-    say(f"{len(swept.removed):,} of {swept.stored:,} blobs {done}, {swept.size_bytes:,} bytes")
+    echo(f"{len(swept.removed):,} of {swept.stored:,} blobs {done}, {swept.size_bytes:,} bytes")
 
 
 def steer(
@@ -289,16 +289,16 @@ def steer(
     Examples:  replayground steer pause  ·  replayground steer cancel --session eval-v0021-sampled --reason "wrong split"
     """
     from deploy.field import running_field
-    from deploy.operate.steer import issued
+    from deploy.operate.steer import control_event
+    from deploy.run_lifecycle import log_of
     from deploy.runs import list_runs
-    from deploy.session import log_of
     from schemas.ids import now_microseconds
 
     with log_of(running_field(field)[1]) as log:
         run_id = active_run(list_runs(log), run).run_id
-        log.append(issued(run_id, command, task, session, every, reason, now_microseconds()))
+        log.append(control_event(run_id, command, task, session, every, reason, now_microseconds()))
         log.flush()
-    say(f"{command} of {run_id} is on the log")
+    echo(f"{command} of {run_id} is on the log")
 
 
 def submit(
@@ -311,8 +311,8 @@ def submit(
     Examples:  replayground submit tasks.jsonl  ·  my-generator | replayground submit - --run 20260713-0915
     """
     from deploy.field import running_field
+    from deploy.run_lifecycle import log_of, resolved_run
     from deploy.runs import list_runs
-    from deploy.session import log_of, resolved_run
     from producers.submission import submit as submit_lines
 
     folder, on = running_field(field)
@@ -321,7 +321,7 @@ def submit(
         sampling = told.config.feeder.sampling
         submitted = submit_lines(lines, told.run_of("operator"), log, sampling=sampling, source=file)
     repeated = f", {submitted.repeated:,} it had already" if submitted.repeated else ""
-    say(f"{submitted.submitted:,} tasks submitted to {told.run_id}{repeated}")
+    echo(f"{submitted.submitted:,} tasks submitted to {told.run_id}{repeated}")
 
 
 @contextmanager
@@ -342,9 +342,9 @@ def _lines_of(file: str) -> "Iterator[IO[bytes]]":
 def _log_of(field: Path) -> "Iterator[KafkaLog]":
     """The log of the field, which is started for the time of the command if it is not running."""
     from deploy.field import open_field
-    from deploy.session import log_of
+    from deploy.run_lifecycle import log_of
 
-    with open_field(field, say_aside) as (_, resolved), log_of(resolved) as log:
+    with open_field(field, echo_error) as (_, resolved), log_of(resolved) as log:
         yield log
 
 

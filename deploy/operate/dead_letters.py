@@ -45,7 +45,7 @@ def dead_letters(log: Log, stage: str | None = None, run_id: str | None = None) 
     ]
 
 
-def chosen(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:
+def select(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:
     """The letters of these numbers. Raises BadInput."""
     by_number = {letter.number: letter for letter in letters}
     for number in numbers:
@@ -54,7 +54,7 @@ def chosen(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLe
     return [by_number[number] for number in numbers]
 
 
-def described(codec: Codec, letter: DeadLetter) -> str:
+def describe(codec: Codec, letter: DeadLetter) -> str:
     """All that is known of a refused message."""
     reject = letter.reject
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from consumers.lag_watch import expiries_of, groups_of
 from schemas.ids import now_microseconds
 from schemas.retention import Expiry
-from streams.log.protocol import Log, Standing
+from streams.log.protocol import GroupLag, Log
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,23 @@ def lags(log: Log, run_id: str) -> Iterator[list[Row]]:
         expiries = {(expiry.group, expiry.topic): expiry for expiry in _expiries(log, run_id)}
         rows: list[Row] = []
         for group in groups_of(run_id):
-            for topic, standing in log.standing(group.name, list(group.stage_by_topic)).items():
+            for topic, group_lags in log.group_lags(group.name, list(group.stage_by_topic)).items():
                 place = (group.program, topic)
                 taken = arriving = None
                 if place in before:
                     committed, end = before[place]
-                    taken, arriving = (standing.committed - committed) / seconds, (standing.end - end) / seconds
-                before[place] = standing.committed, standing.end
-                lag = _lag(log, group.name, topic, standing)
+                    taken, arriving = (group_lags.committed - committed) / seconds, (group_lags.end - end) / seconds
+                before[place] = group_lags.committed, group_lags.end
+                lag = _lag(log, group.name, topic, group_lags)
                 rows.append(Row(group.program, topic, lag, taken, arriving, expiries.get(place)))
         yield rows
 
 
-def _lag(log: Log, group: str, topic: str, standing: Standing) -> int:
+def _lag(log: Log, group: str, topic: str, group_lags: GroupLag) -> int:
     """A topic that is written by transactions ends with their marks, which are no messages: nobody is behind for them."""
-    if standing.lag and log.unread(group, [topic])[topic].oldest_milliseconds is None:
+    if group_lags.lag and log.unread(group, [topic])[topic].oldest_milliseconds is None:
         return 0
-    return standing.lag
+    return group_lags.lag
 
 
 def _expiries(log: Log, run_id: str) -> list[Expiry]:

@@ -10,7 +10,7 @@ type Steering = Literal["pause", "resume", "drain", "cancel"]
 STEERINGS: tuple[str, ...] = get_args(Steering.__value__)
 
 
-def issued(
+def control_event(
     run_id: str, command: str, task: str | None, session: str | None, every: bool, reason: str, now: int
 ) -> ControlIssued:
     """The command as a fact. Raises BadInput for a command that does not exist or a cancellation of nothing."""

@@ -27,7 +27,7 @@ type Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Swept:
+class SweepResult:
     """What a sweep came to."""
 
     stored: int
@@ -41,7 +41,7 @@ class Swept:
 
 def sweep(
     log: Log, codec: Codec, blobs: Blobs, grace_hours: float, now_seconds: float, *, dry_run: bool, tell: Tell
-) -> Swept:
+) -> SweepResult:
     """Removes what nothing names. Raises BadInput, before anything is removed, when the log cannot be read whole."""
     if grace_hours < _GRACE_HOURS_MIN:
         raise BadInput(
@@ -49,16 +49,16 @@ def sweep(
             f"at least {_GRACE_HOURS_MIN:g}"
         )
     written_before = now_seconds - grace_hours * 3600
-    stored = list(blobs.stored())
+    stored = list(blobs.list_stored())
     old = [blob for blob in stored if blob.modified_seconds < written_before]
     tell(f"{len(stored):,} blobs, {len(old):,} of them older than {grace_hours:g} hours")
-    unnamed = not_named(old, _named_among(old, log, codec, blobs, tell))
+    unnamed = unreferenced(old, _referenced_digests(old, log, codec, blobs, tell))
     if not dry_run:
-        unnamed = [blob for blob in unnamed if _removed(blobs, blob, written_before)]
-    return Swept(len(stored), tuple(unnamed))
+        unnamed = [blob for blob in unnamed if _remove(blobs, blob, written_before)]
+    return SweepResult(len(stored), tuple(unnamed))
 
 
-def not_named(old: Iterable[StoredBlob], named: set[str]) -> list[StoredBlob]:
+def unreferenced(old: Iterable[StoredBlob], named: set[str]) -> list[StoredBlob]:
     """The rule: of what is old enough, that which nothing names. What an interrupted write left cannot be named."""
     return [blob for blob in old if blob.sha256 is None or blob.sha256 not in named]
 
@@ -71,7 +71,7 @@ def digests_in(data: bytes, asked: Container[str]) -> set[str]:
     return {window for window in windows if window in asked}
 
 
-class Names:
+class ReferencedDigests:
     """Which digests the messages of a log name, of those that are asked about. On a compacted topic the newest message of
     a key stands for all before it, and a tombstone takes it away. Pure."""
 
@@ -92,11 +92,11 @@ class Names:
         return self._named.union(*self._by_key.values())
 
 
-def _named_among(old: Iterable[StoredBlob], log: Log, codec: Codec, blobs: Blobs, tell: Tell) -> set[str]:
+def _referenced_digests(old: Iterable[StoredBlob], log: Log, codec: Codec, blobs: Blobs, tell: Tell) -> set[str]:
     digests = {blob.sha256 for blob in old if blob.sha256 is not None}
     if not digests:
         return set()
-    names = Names(digests)
+    names = ReferencedDigests(digests)
     count = 0
     try:
         for message in log.messages([topic.name for topic in TOPICS]):
@@ -123,7 +123,7 @@ def _beyond(message: RawMessage, codec: Codec, blobs: Blobs) -> bytes:
         ) from error
 
 
-def _removed(blobs: Blobs, blob: StoredBlob, written_before: float) -> bool:
+def _remove(blobs: Blobs, blob: StoredBlob, written_before: float) -> bool:
     """Looks once more: whoever stored it again meanwhile is about to name it."""
     modified_seconds = blobs.modified_seconds(blob)
     if modified_seconds is None or modified_seconds >= written_before:

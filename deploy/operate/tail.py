@@ -17,7 +17,7 @@ _EVENTS_MAX = 1000
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EventFilter:
     """Which events to show; what is not set does not matter."""
 
     run: str | None = None
@@ -53,7 +53,7 @@ def topics_of(names: Sequence[str]) -> list[str]:
 
 
 def tail(
-    log: Log, topics: Sequence[str], wanted: Wanted, messages: int | None, goes_on: Callable[[], bool]
+    log: Log, topics: Sequence[str], wanted: EventFilter, messages: int | None, goes_on: Callable[[], bool]
 ) -> Iterator[Delivery]:
     """Messages from so many before the end of each partition on (None: from the beginning), for as long as `goes_on`
     says so; at least once up to the end."""

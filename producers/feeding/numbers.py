@@ -20,7 +20,7 @@ class NumbersState(Struct, frozen=True, array_like=True):
     ahead: list[int]
 
 
-class Numbers:
+class SubmittedNumbers:
     """Pure. Ids may be noted in any order."""
 
     def __init__(self, id_of: Callable[[int], str], state: NumbersState | None = None) -> None:

@@ -22,7 +22,7 @@ writes at most 500 tasks between two acknowledgements, about 125 to each of four
 crash is never further away."""
 
 
-class Ask(Struct, frozen=True, kw_only=True):
+class GroupRequest(Struct, frozen=True, kw_only=True):
     """What every member of a group is asked with."""
 
     task_id: str
@@ -45,7 +45,7 @@ class Ask(Struct, frozen=True, kw_only=True):
         return self.submitted_at, self.task_id
 
 
-class Asked(Struct, frozen=True, array_like=True):
+class MemberRequest(Struct, frozen=True, array_like=True):
     """One request for a member."""
 
     at: int
@@ -55,7 +55,7 @@ class Asked(Struct, frozen=True, array_like=True):
 class Member(Struct, omit_defaults=True):
     """One place of a group."""
 
-    requests: dict[int, Asked] = field(default_factory=dict)
+    requests: dict[int, MemberRequest] = field(default_factory=dict)
     "by retry"
     failed: dict[str, int] = field(default_factory=dict)
     "ids of requests that ended by infra_error, and when"
@@ -69,7 +69,7 @@ class Member(Struct, omit_defaults=True):
         return max(self.requests, default=-1)
 
 
-class Judged(Struct, frozen=True, array_like=True):
+class GroupOutcome(Struct, frozen=True, array_like=True):
     """What GroupCompleted says, as far as planning depends on it."""
 
     is_dropped: bool
@@ -82,7 +82,7 @@ class Judged(Struct, frozen=True, array_like=True):
     "valid ones"
 
     @classmethod
-    def of(cls, event: GroupCompleted) -> "Judged":
+    def of(cls, event: GroupCompleted) -> "GroupOutcome":
         valid = [member for member in event.members if member.valid]
         versions = [member.policy_version_oldest for member in valid if member.policy_version_oldest is not None]
         return cls(
@@ -104,10 +104,10 @@ class Refusal(Struct, frozen=True, array_like=True):
 class Group(Struct, omit_defaults=True):
     """All that is known of one task."""
 
-    ask: Ask | None = None
+    ask: GroupRequest | None = None
     "None while only facts that follow from the task were read"
     members: dict[int, Member] = field(default_factory=dict)
-    judged: Judged | None = None
+    judged: GroupOutcome | None = None
     is_cut: bool = False
     "a batch holds it"
     is_stale: bool = False
@@ -148,7 +148,7 @@ class Ledger:
     def __iter__(self) -> Iterator[tuple[str, Group]]:
         return iter(list(self._groups.items()))
 
-    def submit(self, event: TaskSubmitted, ask: Ask, partition: int) -> bool:
+    def submit(self, event: TaskSubmitted, ask: GroupRequest, partition: int) -> bool:
         """Takes note of a task; False for a second copy of it."""
         recent = self._recent.setdefault(partition, {})
         name = hashlib.blake2b(ask.task_id.encode(), digest_size=8).digest()

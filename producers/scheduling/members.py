@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from producers.config import SchedulerSettings
-from producers.scheduling.ledger import Ask, Asked, Group, Ledger, Member
+from producers.scheduling.ledger import Group, GroupRequest, Ledger, Member, MemberRequest
 from producers.scheduling.newest import Newest
 from schemas.events import RETRY_MAX, AttemptEnded, EventRejected, RolloutRequested
 from schemas.ids import derived_id
@@ -27,10 +27,10 @@ def trajectory_id(task_id: str, index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MemberAction:
     """A member to be asked for, by this retry; or to be given up, and why."""
 
-    ask: Ask
+    ask: GroupRequest
     index: int
     retry: int
     given_up_because: str | None = None
@@ -61,7 +61,7 @@ class Members:
 
     def note_request(self, group_id: str, group: Group, event: RolloutRequested) -> None:
         member = group.member(event.index)
-        asked = Asked(event.meta.timestamp, event.deadline)
+        asked = MemberRequest(event.meta.timestamp, event.deadline)
         known = member.requests.get(event.retry)
         if known is None or (known.deadline, known.at) < (asked.deadline, asked.at):
             member.requests[event.retry] = asked
@@ -110,7 +110,7 @@ class Members:
 
     # what follows
 
-    def next(self, now: int, can_be_served: Callable[[Ask], bool]) -> Iterator[Wanted]:
+    def next(self, now: int, can_be_served: Callable[[GroupRequest], bool]) -> Iterator[MemberAction]:
         """Members that a crash left out, and those that failed and have waited long enough."""
         self._find_overdue(now)
         unsettled, self._unsettled = self._unsettled, set()
@@ -157,17 +157,17 @@ class Members:
             if group is not None and group.member(index).retry == retry and not group.member(index).is_ended:
                 self._unsettled.add(group_id)
 
-    def _settle(self, group_id: str, ask: Ask, group: Group, now: int) -> Iterator[Wanted]:
+    def _settle(self, group_id: str, ask: GroupRequest, group: Group, now: int) -> Iterator[MemberAction]:
         for index in range(ask.task.group_size):
             member, place = group.member(index), (group_id, index)
             if member.retry < 0 and not member.is_ended and place not in self._closed:
-                yield Wanted(ask, index, 0)
+                yield MemberAction(ask, index, 0)
             elif self._has_failed(ask, index, member, now) and place not in self._repairs_due:
                 self._repairs_due.add(place)
                 wait_seconds = self._settings.retry_seconds * 2 ** min(member.retry, self._settings.retries_max)
                 heapq.heappush(self._repairs, (now + int(wait_seconds * 1e6), group_id, index))
 
-    def _repair(self, now: int, can_be_served: Callable[[Ask], bool]) -> Iterator[Wanted]:
+    def _repair(self, now: int, can_be_served: Callable[[GroupRequest], bool]) -> Iterator[MemberAction]:
         while self._repairs and self._repairs[0][0] <= now:
             _, group_id, index = heapq.heappop(self._repairs)
             group = self._ledger.find(group_id)
@@ -180,20 +180,20 @@ class Members:
                 heapq.heappush(self._repairs, (now + 1_000_000, group_id, index))
             else:
                 self._repairs_due.discard((group_id, index))
-                yield self._repaired(group.ask, index, member, now)
+                yield self._next_action(group.ask, index, member, now)
 
-    def _repaired(self, ask: Ask, index: int, member: Member, now: int) -> Wanted:
+    def _next_action(self, ask: GroupRequest, index: int, member: Member, now: int) -> MemberAction:
         if not self._is_hopeless(ask, index, member, now):
-            return Wanted(ask, index, member.retry + 1)
+            return MemberAction(ask, index, member.retry + 1)
         reason = f"given up after {member.retry + 1} requests that all failed"
-        return Wanted(ask, index, member.retry, reason)
+        return MemberAction(ask, index, member.retry, reason)
 
-    def _has_failed(self, ask: Ask, index: int, member: Member, now: int) -> bool:
+    def _has_failed(self, ask: GroupRequest, index: int, member: Member, now: int) -> bool:
         if member.is_ended or member.retry < 0 or (ask.group_id, index) in self._closed:
             return False
         return self._failed_at(ask, index, member, member.retry, now) is not None
 
-    def _failed_at(self, ask: Ask, index: int, member: Member, retry: int, now: int) -> int | None:
+    def _failed_at(self, ask: GroupRequest, index: int, member: Member, retry: int, now: int) -> int | None:
         """When a request failed: by infra_error, in the dead letters, or because nobody ended it in time."""
         failed_at = member.failed.get(request_id(ask.task_id, index, retry))
         if failed_at is not None:
@@ -206,7 +206,7 @@ class Members:
             return min(due, member.requests[retry + 1].at)
         return due if due <= now else None
 
-    def _is_hopeless(self, ask: Ask, index: int, member: Member, now: int) -> bool:
+    def _is_hopeless(self, ask: GroupRequest, index: int, member: Member, now: int) -> bool:
         """Enough requests failed, and others succeeded between its last two failures: the fault is its own. While nobody
         succeeds the servers are away; giving members up would count that against the agent, as cancelled is no success."""
         if member.retry >= RETRY_MAX:
@@ -219,7 +219,7 @@ class Members:
         is_outage = not any(before < second < last for second in self.seconds_sampled)
         return not is_outage or last - first > self._settings.outage_seconds_max or ask.purpose == "demonstrate"
 
-    def _due(self, asked: Asked) -> int:
+    def _due(self, asked: MemberRequest) -> int:
         return asked.deadline + int(self._settings.overdue_seconds * 1e6)
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from producers.scheduling.ledger import Group, Judged
+from producers.scheduling.ledger import Group, GroupOutcome
 from schemas.events import BatchCut
 from schemas.run import JobSettings
-from streams.rules.staleness import admitted, groups_allowed
+from streams.rules.staleness import groups_allowed, is_admitted
 
 GIVEN_UP_KEPT = 256
 """How many groups that a refusal gave up are kept, the newest ones, in case an operator has the refused message sent again and
@@ -66,7 +66,7 @@ class Pacing:
             return "unasked" if is_caught_up else "unknown"  # it was called off while it waited
         return "closing" if is_called_off else "waiting"
 
-    def _judged(self, group: Group, judged: Judged) -> Standing:
+    def _judged(self, group: Group, judged: GroupOutcome) -> Standing:
         """A group that no batch to come can take is stale. The cutter tells of it too, but with its next batch, and that it
         may not be able to cut without the groups that are asked for instead. A batch that is cut already and not read yet
         holds none of them, since it is of later weights still."""
@@ -75,7 +75,7 @@ class Pacing:
         if group.is_cut:
             return "accepted"
         training_version = self._job.first_version + self._batches_cut
-        is_stale = group.is_stale or not admitted(training_version, judged.oldest, self._job.staleness_max)
+        is_stale = group.is_stale or not is_admitted(training_version, judged.oldest, self._job.staleness_max)
         return "stale" if is_stale else "uncut"
 
     def place(self, group_id: str, group: Group, standing: Standing) -> Standing:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from sandboxes.backends.bubblewrap import BubblewrapBackend
 from sandboxes.backends.gvisor import GvisorBackend
-from sandboxes.backends.scripted import Recording, ScriptedBackend
+from sandboxes.backends.scripted import RecordedObservations, ScriptedBackend
 from sandboxes.limits import Limits
 from sandboxes.protocol import Backend, SandboxUnavailable
 from sandboxes.tools.tool import Tool
@@ -21,7 +21,7 @@ def open_backend(
     libraries: Path | None = None,
     first_uid: int = 200_000,
     leases_per_sandbox_max: int | None = None,
-    recording: Recording | None = None,
+    recording: RecordedObservations | None = None,
 ) -> Backend:
     """The backend of this name; None leaves a setting to the backend. ValueError for an unknown name.
 

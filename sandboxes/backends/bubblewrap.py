@@ -30,7 +30,7 @@ from sandboxes.backends.enclosed import (
     CLEAN_ENVIRONMENT,
     LIBRARIES,
     EnclosedBackend,
-    Started,
+    StartedProcess,
     memory_file,
     system_links,
 )
@@ -66,13 +66,13 @@ class BubblewrapBackend(EnclosedBackend):
 
     async def start(
         self, launcher: Launcher, slot: int, bundle: Bundle, connection: socket.socket, complaints: BinaryIO
-    ) -> Started:
+    ) -> StartedProcess:
         with (
             memory_file("runner", bundle.runner) as runner,
             memory_file("seccomp", self._seccomp_program) as program,
         ):
             files = (connection, complaints, runner, program)
-            return Started(await launcher.start(self._launch(slot), [file.fileno() for file in files]))
+            return StartedProcess(await launcher.start(self._launch(slot), [file.fileno() for file in files]))
 
     def _launch(self, slot: int) -> Launch:
         as_root = os.geteuid() == 0

@@ -4,7 +4,7 @@ Version 2 is used where its controllers are; version 1 otherwise. A group is mad
 version 2, below the nearest one that hands its controllers down), so whatever limits the program limits its sandboxes
 too. Groups are named after their owner, so that those of a program that was killed are removed by the next one.
 
-Not covered: a machine whose groups we may not write; `find_home` says why.
+Not covered: a machine whose groups we may not write; `find_cgroup_root` says why.
 """
 
 import asyncio
@@ -38,18 +38,18 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     processes: int
 
 
-class Home(msgspec.Struct, frozen=True):
+class CgroupRoot(msgspec.Struct, frozen=True):
     """Where the groups of sandboxes are made: one folder for version 2, one a controller for version 1."""
 
     version: int
     folders: tuple[Path, ...]
 
 
-def find_home(process: Path = Path("/proc/self")) -> Home:
+def find_cgroup_root(process: Path = Path("/proc/self")) -> CgroupRoot:
     """Raises NoCgroups. Removes the groups that dead programs left here."""
     mounts = (process / "mountinfo").read_text()
     own = (process / "cgroup").read_text()
-    home = home_in(mounts, own)
+    home = cgroup_root_in(mounts, own)
     for folder in home.folders:
         if not os.access(folder, os.W_OK):
             raise NoCgroups(f"{folder} is not writable for this user")
@@ -57,18 +57,18 @@ def find_home(process: Path = Path("/proc/self")) -> Home:
     return home
 
 
-def home_in(mounts: str, own: str) -> Home:
+def cgroup_root_in(mounts: str, own: str) -> CgroupRoot:
     """From the texts of /proc/self/mountinfo and /proc/self/cgroup. Raises NoCgroups."""
     roots = mount_points(mounts)
     paths = {
         name: path for _, names, path in (line.split(":", 2) for line in own.splitlines()) for name in names.split(",")
     }
-    if "cgroup2" in roots and (folder := handing_down(roots["cgroup2"], paths.get("", "/"))):
-        return Home(2, (folder,))
+    if "cgroup2" in roots and (folder := delegating_group(roots["cgroup2"], paths.get("", "/"))):
+        return CgroupRoot(2, (folder,))
     missing = [name for name in CONTROLLERS if name not in roots or name not in paths]
     if missing:
         raise NoCgroups(f"no cgroup controller {missing[0]} is handed down to this program")
-    return Home(1, tuple(below(roots[name], paths[name]) for name in CONTROLLERS))
+    return CgroupRoot(1, tuple(below(roots[name], paths[name]) for name in CONTROLLERS))
 
 
 def mount_points(mounts: str) -> dict[str, Path]:
@@ -83,7 +83,7 @@ def mount_points(mounts: str) -> dict[str, Path]:
     return found
 
 
-def handing_down(root: Path, own: str) -> Path | None:
+def delegating_group(root: Path, own: str) -> Path | None:
     """The nearest group of version 2, from ours upwards, whose children get the controllers."""
     folder = below(root, own)
     while True:
@@ -102,7 +102,7 @@ def below(root: Path, path: str) -> Path:
 class Cgroup:
     """The group of one sandbox. `adopt` may block for some 20 ms, the rest does not."""
 
-    def __init__(self, home: Home, limits: Limits, overhead: Overhead) -> None:
+    def __init__(self, home: CgroupRoot, limits: Limits, overhead: Overhead) -> None:
         """OSError when it cannot be made; nothing is left then."""
         self.home = home
         self.limits = limits

@@ -36,7 +36,7 @@ KEYS_REMEMBERED_MAX = 64
 FRESH_SESSION = "The next call starts a fresh session: names are forgotten, files are kept."
 
 
-class Answer(NamedTuple):
+class RunnerResponse(NamedTuple):
     """What the runner says of a request."""
 
     status: str
@@ -121,7 +121,7 @@ class RunnerSandbox:
             return failure(f"error: the sandbox has ended: {reason}", "agent", 0.0)
         milliseconds = (time.perf_counter() - started) * 1000
         excess = self.enclosure.used_up()
-        result = result_of(explained(answer, excess), milliseconds, self._limits.output_bytes_max)
+        result = result_of(explain(answer, excess), milliseconds, self._limits.output_bytes_max)
         if excess is not None and answer.status == "ok":
             content = f"{result.content.rstrip()}\n[a process was ended or refused: {excess}]".lstrip()
             result = msgspec.structs.replace(result, content=content)
@@ -156,7 +156,7 @@ class RunnerSandbox:
         answer = await self._request({"op": "reset"}, b"", GRACE_SECONDS)
         self.enclosure.used_up()  # forgotten: it was the last lease's doing
         if answer.status != "ok":
-            logger.warning("%s is not clean and will be thrown away: %s", self.sandbox_id, answer.detail)
+            logger.warning("sandbox_not_clean", extra={"sandbox": self.sandbox_id, "reason": answer.detail})
         return answer.status == "ok"
 
     async def close(self) -> None:
@@ -166,7 +166,7 @@ class RunnerSandbox:
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
 
-    async def _request(self, header: dict[str, Any], body: bytes, timeout_seconds: float) -> Answer:
+    async def _request(self, header: dict[str, Any], body: bytes, timeout_seconds: float) -> RunnerResponse:
         """One frame out, one frame in. When that is cut short, the stream is out of step: end the sandbox."""
         async with self._turn:
             if self._closed:
@@ -182,7 +182,7 @@ class RunnerSandbox:
                 await self.close()
                 raise
 
-    async def _exchange(self, header: dict[str, Any], body: bytes) -> Answer:
+    async def _exchange(self, header: dict[str, Any], body: bytes) -> RunnerResponse:
         encoded = marshal.dumps(header, MARSHAL_VERSION)
         self._writer.write(REQUEST.pack(len(encoded), len(body)) + encoded + body)
         await self._writer.drain()
@@ -190,7 +190,7 @@ class RunnerSandbox:
         if number >= len(STATUSES) or sentence_length > SENTENCE_BYTES_MAX or body_length > self._answer_bytes_max():
             raise EOFError(f"an answer {number} of {sentence_length} + {body_length} bytes")
         sentence = (await self._reader.readexactly(sentence_length)).decode()
-        return Answer(STATUSES[number], sentence, errno, await self._reader.readexactly(body_length))
+        return RunnerResponse(STATUSES[number], sentence, errno, await self._reader.readexactly(body_length))
 
     def _answer_bytes_max(self) -> int:
         return self._limits.snapshot_bytes_max + self._limits.output_bytes_max + SAID.size + 1
@@ -201,14 +201,14 @@ class RunnerSandbox:
             del self._results[oldest]
 
 
-def explained(answer: Answer, excess: str | None) -> Answer:
+def explain(answer: RunnerResponse, excess: str | None) -> RunnerResponse:
     """The answer of a session that ended or fell silent, with what it ran out of."""
     if excess is None:
         return answer
     return answer._replace(detail=excess if answer.status == "died" else f"{answer.detail}; {excess}")
 
 
-def result_of(answer: Answer, milliseconds: float, output_bytes_max: int) -> ToolResult:
+def result_of(answer: RunnerResponse, milliseconds: float, output_bytes_max: int) -> ToolResult:
     """What the agent sees of a call, from the runner's verdict and the session's own words."""
     if answer.status == "ok":
         try:
@@ -239,6 +239,6 @@ def shorten(content: str, bytes_total: int, output_bytes_max: int) -> str:
     return f"{kept}\n[truncated: {total} bytes in all, the first {output_bytes_max} are shown]"
 
 
-def raise_os_error(answer: Answer) -> None:
+def raise_os_error(answer: RunnerResponse) -> None:
     if answer.status != "ok":
         raise OSError(answer.errno, answer.detail)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from sandboxes.backends.bundle import RUNNER, Bundle, compile_bundle
-from sandboxes.backends.cgroups import Cgroup, Home, NoCgroups, Overhead, descendants, find_home, kill
+from sandboxes.backends.cgroups import Cgroup, CgroupRoot, NoCgroups, Overhead, descendants, find_cgroup_root, kill
 from sandboxes.backends.channel import RunnerSandbox
 from sandboxes.backends.processes import Launcher, Process
 from sandboxes.limits import Limits
@@ -56,14 +56,14 @@ class EnclosedBackend(abc.ABC):
         """What this machine does not give, a sentence each."""
         self._launcher: Launcher | None = None
         self._bundle: asyncio.Task[Bundle] | None = None
-        self._home = self._find_home() if cgroups else None
+        self._home = self._find_cgroup_root() if cgroups else None
 
     async def open(self, slot: int) -> RunnerSandbox:
         """Start the process and wait until the runner inside knows the tools."""
         self.check_machine()
-        bundle = await self._compiled()
+        bundle = await self._compile_bundle()
         with memory_file("stderr", b"") as complaints:
-            sandbox, enclosure = await self._connected(slot, bundle, complaints)
+            sandbox, enclosure = await self._connect(slot, bundle, complaints)
             try:
                 await settle_in(sandbox, enclosure, bundle)
             except (SandboxFailed, OSError) as error:
@@ -93,16 +93,16 @@ class EnclosedBackend(abc.ABC):
     @abc.abstractmethod
     async def start(
         self, launcher: Launcher, slot: int, bundle: Bundle, connection: socket.socket, complaints: BinaryIO
-    ) -> "Started":
+    ) -> "StartedProcess":
         """Start the process whose descriptor 0 is the connection. SandboxFailed when it cannot be."""
 
-    async def _connected(
+    async def _connect(
         self, slot: int, bundle: Bundle, complaints: BinaryIO
     ) -> tuple[RunnerSandbox, "EnclosedProcesses"]:
         ours, theirs = socket.socketpair()
         with theirs:  # closed at once, else the end of the runner would not be the end of the stream
             try:
-                enclosure = await self._enclosed(slot, bundle, theirs, complaints)
+                enclosure = await self._enclose(slot, bundle, theirs, complaints)
             except BaseException:
                 ours.close()
                 raise
@@ -110,7 +110,7 @@ class EnclosedBackend(abc.ABC):
         leases = self.leases_per_sandbox_max
         return RunnerSandbox(self.isolation, enclosure, stream, self.tools, self.limits, leases), enclosure
 
-    async def _enclosed(
+    async def _enclose(
         self, slot: int, bundle: Bundle, connection: socket.socket, complaints: BinaryIO
     ) -> "EnclosedProcesses":
         if self._launcher is None or self._launcher.is_gone:
@@ -130,7 +130,7 @@ class EnclosedBackend(abc.ABC):
         except OSError as error:
             raise SandboxFailed(f"the sandbox gets no cgroup: {error}") from error
 
-    async def _compiled(self) -> Bundle:
+    async def _compile_bundle(self) -> Bundle:
         """Once for the backend; an attempt that failed does not count."""
         if self._bundle is None:
             self._bundle = asyncio.create_task(compile_bundle(self.tools, self.runner_source))
@@ -140,16 +140,16 @@ class EnclosedBackend(abc.ABC):
             self._bundle = None
             raise
 
-    def _find_home(self) -> Home | None:
+    def _find_cgroup_root(self) -> CgroupRoot | None:
         try:
-            return find_home()
+            return find_cgroup_root()
         except (NoCgroups, OSError) as error:
             self.isolation_notes = (f"no limit covers a {self.isolation} sandbox as a whole: no cgroup, as {error}",)
-            logger.warning("%s", self.isolation_notes[0])
+            logger.warning("cgroups_unavailable", extra={"reason": self.isolation_notes[0]})
             return None
 
 
-class Started:
+class StartedProcess:
     """A process that encloses a runner, and what is to be removed after its end."""
 
     def __init__(self, process: Process, folder: Path | None = None) -> None:
@@ -160,7 +160,7 @@ class Started:
 class EnclosedProcesses:
     """Everything that runs for one sandbox, and the cgroup it is in, if any."""
 
-    def __init__(self, started: Started, cgroup: Cgroup | None) -> None:
+    def __init__(self, started: StartedProcess, cgroup: Cgroup | None) -> None:
         self.process = started.process
         self.cgroup = cgroup
         self._folder = started.folder
@@ -200,7 +200,7 @@ class EnclosedProcesses:
             try:
                 await self.cgroup.sweep()
             except TimeoutError:
-                logger.error("a process in %s cannot be killed; the group stays", self.cgroup.folders[0])
+                logger.error("process_not_killed", extra={"cgroup": str(self.cgroup.folders[0])})
         self.process.release()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -29,7 +29,7 @@ import msgspec
 
 from sandboxes.backends.bundle import SYSTEM_PYTHON, Bundle
 from sandboxes.backends.cgroups import Overhead
-from sandboxes.backends.enclosed import CLEAN_ENVIRONMENT, LIBRARIES, EnclosedBackend, Started, system_links
+from sandboxes.backends.enclosed import CLEAN_ENVIRONMENT, LIBRARIES, EnclosedBackend, StartedProcess, system_links
 from sandboxes.backends.processes import Launch, Launcher
 from sandboxes.limits import MEBIBYTE, Limits
 from sandboxes.protocol import SandboxUnavailable
@@ -67,7 +67,7 @@ class GvisorBackend(EnclosedBackend):
 
     async def start(
         self, launcher: Launcher, slot: int, bundle: Bundle, connection: socket.socket, complaints: BinaryIO
-    ) -> Started:
+    ) -> StartedProcess:
         folder = Path(tempfile.mkdtemp(prefix=f"replayground-gvisor-{os.getpid()}-"))
         try:
             write_bundle(folder, bundle, oci_configuration(self.limits, self.libraries))
@@ -76,7 +76,7 @@ class GvisorBackend(EnclosedBackend):
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return Started(process, folder)
+        return StartedProcess(process, folder)
 
     def _command(self, folder: Path) -> list[str]:
         isolation = ("--platform", self.platform, "--network", "none", "--ignore-cgroups")

@@ -67,7 +67,7 @@ class ToolError(Exception):
     """Raised by a tool to answer `error: <text>`: the agent can do something about it."""
 
 
-class SessionEnded(Exception):
+class ToolProcessEnded(Exception):
     """The session child died, fell silent or spoke nonsense. `status` is what the host is told."""
 
     def __init__(self, status: str, detail: str) -> None:
@@ -136,7 +136,7 @@ class Runner:
     """Answers the host's requests, one at a time. At most one session child is alive."""
 
     def __init__(self) -> None:
-        self.session: Session | None = None
+        self.session: ToolProcess | None = None
         self.limits: dict[str, Any] = {}
         self.tools = Tools()
         self.used_at_start = {path: used(path) for path in (WORK, TEMPORARY)}
@@ -154,8 +154,8 @@ class Runner:
         }
         try:
             return operations[header["op"]](header, body)
-        except SessionEnded as ended:
-            self.end_session()
+        except ToolProcessEnded as ended:
+            self.end_tool_process()
             return ended.status, ended.detail, 0, b""
         except OSError as error:
             return "os_error", str(error), error.errno or 0, b""
@@ -186,7 +186,7 @@ class Runner:
 
     def call(self, header: dict[str, Any], body: bytes) -> Answer:
         if self.session is None:
-            self.session = start_session(self.tools, self.limits)
+            self.session = start_tool_process(self.tools, self.limits)
         bury_orphans(self.session.pid)
         return "ok", "", 0, self.session.exchange(body, header["timeout_seconds"], header["answer_bytes_max"])
 
@@ -207,7 +207,7 @@ class Runner:
 
     def reset(self, header: dict[str, Any], body: bytes) -> Answer:
         """End all, wipe all, and say `dirty` unless the file system agrees that nothing is left."""
-        self.end_session()
+        self.end_tool_process()
         for path in self.used_at_start:
             wipe(path)
         for path, used_at_start in self.used_at_start.items():  # after both: they may share one file system
@@ -215,7 +215,7 @@ class Runner:
                 return "dirty", f"{path} is not as it was: {used(path)}", 0, b""
         return "ok", "", 0, b""
 
-    def end_session(self) -> None:
+    def end_tool_process(self) -> None:
         kill_everything()
         if self.session is not None:
             self.session.release()
@@ -277,7 +277,7 @@ def reap() -> bool:
 
 def bury_orphans(session_pid: int) -> None:
     """Reap what has outlived its parent, because the dead count as processes of the agent. The end of the session is
-    left for `Session` to see."""
+    left for `ToolProcess` to see."""
     try:
         while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != session_pid:
             os.waitpid(dead.si_pid, 0)
@@ -285,7 +285,7 @@ def bury_orphans(session_pid: int) -> None:
         pass  # the session has been reaped, and there was no other child
 
 
-class Session:
+class ToolProcess:
     """The runner's end of a session child."""
 
     def __init__(self, pid: int, connection: _socket.socket, limits: dict[str, Any]) -> None:
@@ -309,7 +309,7 @@ class Session:
             os.close(self.pidfd)
 
     def exchange(self, body: bytes, timeout_seconds: float, answer_bytes_max: int) -> bytes:
-        """One request, one answer, within the time. SessionEnded in every other case."""
+        """One request, one answer, within the time. ToolProcessEnded in every other case."""
         deadline = time.monotonic() + timeout_seconds
         try:
             self.send(LENGTH.pack(len(body)) + body, deadline)
@@ -317,17 +317,17 @@ class Session:
                 self.await_ready(deadline)
             (length,) = LENGTH.unpack(self.receive(LENGTH.size, deadline))
             if length > answer_bytes_max:
-                raise SessionEnded("died", f"it answered with {length} bytes")
+                raise ToolProcessEnded("died", f"it answered with {length} bytes")
             return self.receive(length, deadline)
         except TimeoutError:
-            raise SessionEnded("timeout", f"timed out after {timeout_seconds:g} s") from None
+            raise ToolProcessEnded("timeout", f"timed out after {timeout_seconds:g} s") from None
 
     def await_ready(self, deadline: float) -> None:
         """A child that dies before it served anything is a failure of ours, not of the agent."""
         try:
             self.receive(1, deadline)
-        except SessionEnded as ended:
-            raise SessionEnded("failed", f"the session did not start: {ended.detail}") from None
+        except ToolProcessEnded as ended:
+            raise ToolProcessEnded("failed", f"the session did not start: {ended.detail}") from None
         self.is_ready = True
 
     def send(self, data: bytes, deadline: float) -> None:
@@ -338,7 +338,7 @@ class Session:
             except BlockingIOError:
                 self.wait(select.POLLOUT, deadline)
             except OSError:
-                raise SessionEnded("died", self.obituary()) from None
+                raise ToolProcessEnded("died", self.obituary()) from None
 
     def receive(self, count: int, deadline: float) -> bytes:
         parts: list[bytes] = []
@@ -351,13 +351,13 @@ class Session:
             except OSError:
                 part = b""
             if not part:
-                raise SessionEnded("died", self.obituary())
+                raise ToolProcessEnded("died", self.obituary())
             parts.append(part)
             count -= len(part)
         return b"".join(parts)
 
     def wait(self, event: int, deadline: float) -> None:
-        """Return when the socket is ready. TimeoutError at the deadline, SessionEnded when the child has died."""
+        """Return when the socket is ready. TimeoutError at the deadline, ToolProcessEnded when the child has died."""
         self.poller.register(self.connection, event)
         while (remaining := deadline - time.monotonic()) > 0:
             patience = remaining * 1000 if self.pidfd >= 0 else min(remaining * 1000, POLL_MILLISECONDS)
@@ -365,7 +365,7 @@ class Session:
             if self.connection.fileno() in ready:
                 return
             if ready or self.has_died(0):
-                raise SessionEnded("died", self.obituary())
+                raise ToolProcessEnded("died", self.obituary())
         raise TimeoutError
 
     def obituary(self) -> str:
@@ -405,22 +405,22 @@ def signal_name(number: int) -> str:
 # ----------------------------------------------------------------------------------------------- the session child
 
 
-def start_session(tools: Tools, limits: dict[str, Any]) -> Session:
+def start_tool_process(tools: Tools, limits: dict[str, Any]) -> ToolProcess:
     """Fork the child in which everything of the agent runs."""
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
     pid = os.fork()
     if pid == 0:
         try:
             ours.close()
-            become_session(theirs.detach(), limits)
-            serve_session(tools, limits)
+            become_tool_process(theirs.detach(), limits)
+            serve_tools(tools, limits)
         finally:
             os._exit(70)
     theirs.close()
-    return Session(pid, ours, limits)
+    return ToolProcess(pid, ours, limits)
 
 
-def become_session(connection: int, limits: dict[str, Any]) -> None:
+def become_tool_process(connection: int, limits: dict[str, Any]) -> None:
     """Give up what the runner has: its descriptors, its immunity and its unlimited resources."""
     os.dup2(connection, SESSION_SOCKET, inheritable=False)
     os.closerange(SESSION_SOCKET + 1, HOST_SOCKET + 1)
@@ -484,7 +484,7 @@ def open_nameless() -> int:
         return descriptor
 
 
-def serve_session(tools: Tools, limits: dict[str, Any]) -> None:
+def serve_tools(tools: Tools, limits: dict[str, Any]) -> None:
     """Perform requests until the runner ends this process."""
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     gc.enable()
@@ -608,7 +608,7 @@ def make_folder(name: str, folder: int) -> None:
         os.chown(name, SESSION_USER, SESSION_USER, dir_fd=folder, follow_symlinks=False)
 
 
-def give_to_session(descriptor: int) -> None:
+def give_to_agent(descriptor: int) -> None:
     if os.getuid() == 0:
         os.fchown(descriptor, SESSION_USER, SESSION_USER)
 
@@ -645,7 +645,7 @@ def write_file(path: str, data: bytes, mode: int = 0o644) -> None:
         os.ftruncate(descriptor, 0)
         write_all(descriptor, data)
         os.fchmod(descriptor, mode)
-        give_to_session(descriptor)
+        give_to_agent(descriptor)
     finally:
         os.close(descriptor)
 

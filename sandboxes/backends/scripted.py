@@ -27,7 +27,9 @@ class ScriptedBackend:
 
     isolation = "scripted"
 
-    def __init__(self, scripts: Mapping[str, Script] | None = None, recording: "Recording | None" = None) -> None:
+    def __init__(
+        self, scripts: Mapping[str, Script] | None = None, recording: "RecordedObservations | None" = None
+    ) -> None:
         """A tool that has no function is answered from the recording, if there is one."""
         self.scripts = dict(scripts or {})
         self.recording = recording
@@ -39,7 +41,7 @@ class ScriptedBackend:
         return sandbox
 
 
-class Recording:
+class RecordedObservations:
     """Observations by call. A call that was made several times is answered in the order of the recording, in each
     lease anew; when it is made more often than it was recorded, the last answer is repeated."""
 
@@ -49,7 +51,7 @@ class Recording:
             self.results.setdefault(call_key(tool, arguments), []).append(result)
 
     @classmethod
-    def of_records(cls, records: Iterable[Mapping[str, Any]]) -> "Recording":
+    def of_records(cls, records: Iterable[Mapping[str, Any]]) -> "RecordedObservations":
         """From records of calls (call_id, tool, arguments) and of what was observed (call_id, content, is_error,
         error_kind, milliseconds), as plain data and in any order. ValueError for an observation of no call.
 
@@ -80,7 +82,7 @@ class ScriptedSandbox:
 
     isolation = "scripted"
 
-    def __init__(self, scripts: Mapping[str, Script], recording: Recording | None = None) -> None:
+    def __init__(self, scripts: Mapping[str, Script], recording: RecordedObservations | None = None) -> None:
         self.sandbox_id = f"scripted-{uuid.uuid4().hex[:16]}"
         self.closing = asyncio.Event()
         self._scripts = scripts

@@ -37,14 +37,14 @@ from playwright.async_api import TimeoutError as PlaywrightTimeout
 from sandboxes.outside.browser_process import PROXY_PORT, BrowserProcess
 from sandboxes.outside.config import BrowserSettings
 from sandboxes.outside.contract import (
-    Answer,
     MethodSession,
     OutsideFailed,
     OutsideTool,
+    RolloutHandle,
     ToolFailed,
-    Visit,
-    offered,
-    tools_offered,
+    ToolOutput,
+    method_tools,
+    tool_method,
 )
 from sandboxes.protocol import Blob, SandboxUnavailable
 from sandboxes.tools.tool import ToolError
@@ -69,7 +69,7 @@ class Browser:
 
     def __init__(self, settings: BrowserSettings | None = None) -> None:
         self.settings = settings or BrowserSettings()
-        self.tools: Mapping[str, OutsideTool] = tools_offered(
+        self.tools: Mapping[str, OutsideTool] = method_tools(
             BrowserSession, self, "browser", self.settings.call_timeout_seconds
         )
         self.processes: set[BrowserProcess] = set()
@@ -82,20 +82,20 @@ class Browser:
     async def start(self) -> None:
         """Nothing: a program whose rollouts never browse never starts a browser."""
 
-    async def open(self, visit: Visit) -> "BrowserSession":
+    async def open(self, rollout_handle: RolloutHandle) -> "BrowserSession":
         await self._slots.acquire()
         try:
-            process = await self._living()
+            process = await self._acquire_browser()
         except BaseException:
             self._slots.release()
             raise
-        session = BrowserSession(self, process, visit)
+        session = BrowserSession(self, process, rollout_handle)
         try:
             await session.start()
         except BaseException as error:
             await session.close()
             if isinstance(error, PlaywrightError):
-                raise OutsideFailed(f"no browser context could be opened: {explained(error)}") from error
+                raise OutsideFailed(f"no browser context could be opened: {explain(error)}") from error
             raise
         return session
 
@@ -113,19 +113,19 @@ class Browser:
         if process.sessions == 0 and (process is not self._current or process.rollouts_left == 0):
             await self._end(process)
 
-    async def _living(self) -> BrowserProcess:
+    async def _acquire_browser(self) -> BrowserProcess:
         """A browser with room for one more rollout, which is counted at once."""
         async with self._starting:
             if self._current is None or not self._current.is_alive or self._current.rollouts_left == 0:
                 if self._current is not None and self._current.sessions == 0:
                     await self._end(self._current)
                 self._current = None
-                self._current = await self._started()
+                self._current = await self._start_browser()
             self._current.rollouts_left -= 1
             self._current.sessions += 1
             return self._current
 
-    async def _started(self) -> BrowserProcess:
+    async def _start_browser(self) -> BrowserProcess:
         if not os.access(self.settings.chromium, os.X_OK):
             raise SandboxUnavailable(f"{self.settings.chromium} is not installed: apt-get install chromium")
         if self._playwright is None:
@@ -158,12 +158,12 @@ class Browser:
 class BrowserSession(MethodSession):
     """The tabs of one rollout."""
 
-    def __init__(self, provider: Browser, process: BrowserProcess, visit: Visit) -> None:
+    def __init__(self, provider: Browser, process: BrowserProcess, rollout_handle: RolloutHandle) -> None:
         self._provider = provider
         self._process = process
         self._settings = process.settings
-        self._visit = visit
-        self._address = process.proxy.register(visit.world.pages)
+        self._rollout_handle = rollout_handle
+        self._address = process.proxy.register(rollout_handle.world.pages)
         self._context: BrowserContext | None = None
         self._tabs: list[Page] = []
         self._notes: list[str] = []
@@ -201,14 +201,16 @@ class BrowserSession(MethodSession):
                 async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await self._context.close()
         except (PlaywrightError, TimeoutError) as error:
-            logger.warning("a browser context of %s would not close: %r", self._visit.owner, error)
+            logger.warning(
+                "browser_context_not_closed", extra={"owner": self._rollout_handle.owner, "reason": repr(error)}
+            )
             is_healthy = False
         finally:
             self._process.proxy.release(self._address)
             await self._provider.give_back(self._process, is_healthy)
 
-    @offered(is_idempotent=False)
-    async def browser_open(self, url: str) -> Answer:
+    @tool_method(is_idempotent=False)
+    async def browser_open(self, url: str) -> ToolOutput:
         """Open a web page in the browser. Shows it as a tree of elements with references such as [ref=e12].
 
         url: the address, for example http://shop.example/
@@ -222,19 +224,19 @@ class BrowserSession(MethodSession):
             raise ToolError(refusal)
         async with self._acting() as page:
             await self._go(page, address)
-        return await self._shown()
+        return await self._render_page()
 
-    @offered(is_idempotent=False)
-    async def browser_read(self, first_line: int = 1) -> Answer:
+    @tool_method(is_idempotent=False)
+    async def browser_read(self, first_line: int = 1) -> ToolOutput:
         """Show the current page as a tree of elements with references such as [ref=e12].
 
         first_line: where to begin, when the page is too long for one answer
         """
         async with self._acting():
-            return await self._shown(first_line)
+            return await self._render_page(first_line)
 
-    @offered(is_idempotent=False)
-    async def browser_click(self, ref: str, dismiss_dialogs: bool = False) -> Answer:
+    @tool_method(is_idempotent=False)
+    async def browser_click(self, ref: str, dismiss_dialogs: bool = False) -> ToolOutput:
         """Click an element of the page, then show the page.
 
         ref: reference of the element, for example e12
@@ -243,10 +245,10 @@ class BrowserSession(MethodSession):
         self._dismissing = dismiss_dialogs
         async with self._acting() as page:
             await (await element(page, ref)).click()
-        return await self._shown()
+        return await self._render_page()
 
-    @offered(is_idempotent=False)
-    async def browser_type(self, ref: str, text: str, submit: bool = False) -> Answer:
+    @tool_method(is_idempotent=False)
+    async def browser_type(self, ref: str, text: str, submit: bool = False) -> ToolOutput:
         """Write text into a field of the page, in place of what it holds, then show the page.
 
         ref: reference of the field, for example e12
@@ -258,10 +260,10 @@ class BrowserSession(MethodSession):
             await field.fill(text)
             if submit:
                 await field.press("Enter")
-        return await self._shown()
+        return await self._render_page()
 
-    @offered(is_idempotent=False)
-    async def browser_select(self, ref: str, option: str) -> Answer:
+    @tool_method(is_idempotent=False)
+    async def browser_select(self, ref: str, option: str) -> ToolOutput:
         """Choose an option of a list, then show the page.
 
         ref: reference of the list, for example e12
@@ -269,10 +271,10 @@ class BrowserSession(MethodSession):
         """
         async with self._acting() as page:
             await (await element(page, ref)).select_option(option)
-        return await self._shown()
+        return await self._render_page()
 
-    @offered(is_idempotent=False)
-    async def browser_back(self) -> Answer:
+    @tool_method(is_idempotent=False)
+    async def browser_back(self) -> ToolOutput:
         """Go back to the page before; from a new tab, to the tab before."""
         async with self._acting() as page:
             before = page.url
@@ -280,10 +282,10 @@ class BrowserSession(MethodSession):
                 if len(self._tabs) == 1:
                     raise ToolError("there is no page before this one")
                 await page.close()
-        return await self._shown()
+        return await self._render_page()
 
-    @offered(is_idempotent=False)
-    async def browser_scroll(self, direction: str = "down") -> Answer:
+    @tool_method(is_idempotent=False)
+    async def browser_scroll(self, direction: str = "down") -> ToolOutput:
         """Scroll the page, for a screenshot or to make it load more, then show it.
 
         direction: down, up, top or bottom
@@ -293,10 +295,10 @@ class BrowserSession(MethodSession):
         async with self._acting() as page:
             at, height = await page.evaluate(SCROLL, SCROLLS[direction])
             self._note(f"the window shows the page from {at} px of {height} px on")
-        return await self._shown()
+        return await self._render_page()
 
-    @offered(is_idempotent=False)
-    async def browser_screenshot(self, full_page: bool = False, save_as: str | None = None) -> Answer:
+    @tool_method(is_idempotent=False)
+    async def browser_screenshot(self, full_page: bool = False, save_as: str | None = None) -> ToolOutput:
         """Take a picture of the page, as PNG.
 
         full_page: the whole page instead of what the window shows
@@ -310,11 +312,11 @@ class BrowserSession(MethodSession):
         text = f"screenshot of {self.page.url}, {width}×{height} px"
         if save_as is not None:
             try:
-                await self._visit.put_file(save_as, picture)
+                await self._rollout_handle.put_file(save_as, picture)
             except OSError as error:
                 raise ToolError(f"{save_as} cannot be written: {error}") from None
             text += f", written to {save_as}"
-        return Answer(text, (Blob("screenshot.png", "image/png", picture),))
+        return ToolOutput(text, (Blob("screenshot.png", "image/png", picture),))
 
     async def _go(self, page: Page, address: str) -> None:
         try:
@@ -334,7 +336,7 @@ class BrowserSession(MethodSession):
         """The page to act on; afterwards waits until what the action began has come to rest."""
         self._pending.clear()
         try:
-            with self._errors_named():
+            with self._translate_errors():
                 if not self._tabs:
                     assert self._context is not None
                     await self._context.new_page()
@@ -344,22 +346,22 @@ class BrowserSession(MethodSession):
             self._dismissing = False
 
     @contextlib.contextmanager
-    def _errors_named(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """What Playwright raises, in the words of the contract."""
         try:
             yield
         except PlaywrightTimeout as error:
-            raise ToolError(f"this could not be done in time: {explained(error)}") from None
+            raise ToolError(f"this could not be done in time: {explain(error)}") from None
         except PlaywrightError as error:
             if not self._process.is_alive:
                 raise OutsideFailed("the browser died") from error
-            raise ToolError(explained(error)) from None
+            raise ToolError(explain(error)) from None
 
     @property
     def page(self) -> Page:
         """The tab that was opened last."""
         if not self._tabs:
-            raise ToolError(f"no page is open: {'; '.join(self._taken_notes()) or 'open one first'}")
+            raise ToolError(f"no page is open: {'; '.join(self._take_notes()) or 'open one first'}")
         return self._tabs[-1]
 
     async def _come_to_rest(self) -> None:
@@ -373,16 +375,16 @@ class BrowserSession(MethodSession):
             with contextlib.suppress(PlaywrightTimeout):
                 await self.page.wait_for_load_state("load", timeout=REST_SECONDS_MAX * 1000)
 
-    async def _shown(self, first_line: int = 1) -> Answer:
+    async def _render_page(self, first_line: int = 1) -> ToolOutput:
         """Title, address, what happened meanwhile, and as much of the tree as one answer may hold."""
         page = self.page
-        with self._errors_named():
+        with self._translate_errors():
             tree = (await page.aria_snapshot(mode="ai") or "(the page is empty)").split("\n")
             title = await page.title()
         if not 1 <= first_line <= len(tree):
             raise ToolError(f"first_line must be between 1 and {len(tree)}")
-        notes = [f"note: {note}" for note in self._taken_notes()]
-        return Answer("\n".join([f"page: {title} ({page.url})", *notes, *self._excerpt(tree, first_line)]))
+        notes = [f"note: {note}" for note in self._take_notes()]
+        return ToolOutput("\n".join([f"page: {title} ({page.url})", *notes, *self._excerpt(tree, first_line)]))
 
     def _excerpt(self, tree: list[str], first_line: int) -> list[str]:
         shown: list[str] = []
@@ -409,7 +411,7 @@ class BrowserSession(MethodSession):
         if len(self._notes) < NOTES_MAX:
             self._notes.append(text)
 
-    def _taken_notes(self) -> list[str]:
+    def _take_notes(self) -> list[str]:
         notes, self._notes = self._notes, []
         return notes
 
@@ -473,7 +475,7 @@ async def element(page: Page, reference: str) -> Locator:
     return found
 
 
-def explained(error: PlaywrightError) -> str:
+def explain(error: PlaywrightError) -> str:
     """Playwright's complaint without its log: the first line, and what stood in the way of a click."""
     text = re.sub(r"^\w+\.\w+: ", "", str(error))
     first, *log = text.splitlines()

@@ -6,7 +6,15 @@ import logging
 import time
 
 from sandboxes.limits import Limits
-from sandboxes.outside.contract import Answer, OutsideFailed, OutsideTool, Provider, Session, ToolFailed, Visit
+from sandboxes.outside.contract import (
+    OutsideFailed,
+    OutsideTool,
+    Provider,
+    RolloutHandle,
+    ToolFailed,
+    ToolOutput,
+    ToolSession,
+)
 from sandboxes.protocol import Arguments, ErrorKind, SandboxFailed, ToolResult
 from sandboxes.tools.tool import ToolError
 
@@ -22,10 +30,10 @@ KEYS_REMEMBERED_MAX = 64
 class OutsideCalls:
     """Sessions of one rollout, by provider."""
 
-    def __init__(self, visit: Visit, output_bytes_max: int = Limits().output_bytes_max) -> None:
-        self._visit = visit
+    def __init__(self, rollout_handle: RolloutHandle, output_bytes_max: int = Limits().output_bytes_max) -> None:
+        self._rollout_handle = rollout_handle
         self._output_bytes_max = output_bytes_max
-        self._sessions: dict[int, tuple[Provider, Session]] = {}
+        self._sessions: dict[int, tuple[Provider, ToolSession]] = {}
         "by identity: a provider need not be hashable"
         self._results: dict[str, ToolResult] = {}
         self._closing: asyncio.Task[None] | None = None
@@ -45,21 +53,24 @@ class OutsideCalls:
             self._closing = asyncio.create_task(self._close_all(sessions))
             await asyncio.shield(self._closing)
 
-    async def _close_all(self, sessions: list[Session]) -> None:
+    async def _close_all(self, sessions: list[ToolSession]) -> None:
         for session in sessions:
             try:
                 async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await session.close()
             except Exception:
-                logger.exception("%s of %s could not be closed", type(session).__name__, self._visit.owner)
+                logger.exception(
+                    "tool_session_not_closed",
+                    extra={"session": type(session).__name__, "owner": self._rollout_handle.owner},
+                )
 
     async def _result(self, tool: OutsideTool, arguments: Arguments) -> ToolResult:
         started = time.perf_counter()
 
-        def result(content: str, kind: ErrorKind | None, answer: Answer | None = None) -> ToolResult:
+        def result(content: str, kind: ErrorKind | None, answer: ToolOutput | None = None) -> ToolResult:
             milliseconds = (time.perf_counter() - started) * 1000
             blobs = answer.blobs if answer else ()
-            return ToolResult(self._shortened(content), kind is not None, kind, milliseconds, blobs)
+            return ToolResult(self._shorten(content), kind is not None, kind, milliseconds, blobs)
 
         try:
             answer = await self._attempts(tool, arguments)
@@ -72,11 +83,11 @@ class OutsideCalls:
         except SandboxFailed:
             raise
         except Exception as error:  # a bug of a provider must not end the rollout, and is not the agent's doing
-            logger.exception("the tool %s failed", tool.name)
+            logger.exception("tool_failed", extra={"tool": tool.name})
             return result(f"error: {type(error).__name__}: {error}", "tool")
         return result(answer.content, None, answer)
 
-    async def _attempts(self, tool: OutsideTool, arguments: Arguments) -> Answer:
+    async def _attempts(self, tool: OutsideTool, arguments: Arguments) -> ToolOutput:
         """Once; after an infra error again, if to do it twice is the same as once."""
         session = await self._session(tool.provider)
         for attempt in itertools.count(1):
@@ -86,19 +97,19 @@ class OutsideCalls:
             except OutsideFailed as error:
                 if not tool.is_idempotent or attempt == ATTEMPTS_MAX:
                     raise
-                logger.warning("%s is tried again after attempt %d: %s", tool.name, attempt, error)
+                logger.warning("tool_call_retried", extra={"tool": tool.name, "attempt": attempt, "reason": str(error)})
             await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
         raise AssertionError("unreachable")
 
-    async def _session(self, provider: Provider) -> Session:
+    async def _session(self, provider: Provider) -> ToolSession:
         if id(provider) not in self._sessions:
-            self._sessions[id(provider)] = provider, await provider.open(self._visit)
+            self._sessions[id(provider)] = provider, await provider.open(self._rollout_handle)
         return self._sessions[id(provider)][1]
 
     def _seconds(self, tool: OutsideTool) -> float:
         return tool.call_timeout_seconds or CALL_TIMEOUT_SECONDS
 
-    def _shortened(self, content: str) -> str:
+    def _shorten(self, content: str) -> str:
         encoded = content.encode(errors="replace")
         if len(encoded) <= self._output_bytes_max:
             return content

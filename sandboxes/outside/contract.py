@@ -1,6 +1,6 @@
 """The contract of a tool that does its work outside the agent's sandbox. For the agent it is a tool like any other.
 
-A `Provider` lives as long as the program and offers tools. A `Session` is what one rollout has of a provider: it is
+A `Provider` lives as long as the program and offers tools. A `ToolSession` is what one rollout has of a provider: it is
 opened at the rollout's first call, and closed with the rollout. Nothing here blocks the event loop. Of errors:
 
 * agent: `ToolError`, with a text that helps the agent (an element that is not there, a file that is no image).
@@ -30,14 +30,14 @@ class ToolFailed(Exception):
     """The tool could not do its work and the agent cannot help it. Answers `error: <text>`, a tool error."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ToolOutput(msgspec.Struct, frozen=True):
     """What a session says of a call that went well."""
 
     content: str
     blobs: tuple[Blob, ...] = ()
 
 
-class Visit(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True):
     """What a session may know of its rollout."""
 
     owner: str
@@ -48,10 +48,10 @@ class Visit(msgspec.Struct, frozen=True, kw_only=True):
     """Writes one. OSError when the path is refused or the disk is full."""
 
 
-class Session(Protocol):
+class ToolSession(Protocol):
     """One rollout's share of a provider. Its calls run one after another."""
 
-    async def call(self, tool: str, arguments: Arguments) -> Answer:
+    async def call(self, tool: str, arguments: Arguments) -> ToolOutput:
         """Do the work. Raises as the module says. It may be cancelled when its time is over."""
         ...
 
@@ -72,7 +72,7 @@ class Provider(Protocol):
         """Find out which tools there are. Raises OutsideFailed. What is expensive waits for the first session."""
         ...
 
-    async def open(self, visit: Visit) -> Session:
+    async def open(self, rollout_handle: RolloutHandle) -> ToolSession:
         """A session for a rollout. Raises OutsideFailed, or SandboxUnavailable when this machine cannot."""
         ...
 
@@ -96,30 +96,30 @@ class OutsideTool(Tool, frozen=True, kw_only=True):
 
 
 class MethodSession:
-    """A session whose tools are its methods that are marked by `offered`, by name."""
+    """A session whose tools are its methods that are marked by `tool_method`, by name."""
 
-    async def call(self, tool: str, arguments: Arguments) -> Answer:
-        answer: Answer = await getattr(self, tool)(**arguments)
+    async def call(self, tool: str, arguments: Arguments) -> ToolOutput:
+        answer: ToolOutput = await getattr(self, tool)(**arguments)
         return answer
 
 
-class Offer(msgspec.Struct, frozen=True):
-    """What `offered` leaves on a method."""
+class ToolMethod(msgspec.Struct, frozen=True):
+    """What `tool_method` leaves on a method."""
 
     is_idempotent: bool
 
 
-def offered[Method: Callable[..., Awaitable[Answer]]](*, is_idempotent: bool) -> Callable[[Method], Method]:
+def tool_method[Method: Callable[..., Awaitable[ToolOutput]]](*, is_idempotent: bool) -> Callable[[Method], Method]:
     """Marks a method of a MethodSession as a tool. Its signature and docstring describe it, as they do for `@tool`."""
 
     def mark(method: Method) -> Method:
-        method.__dict__["offer"] = Offer(is_idempotent)
+        method.__dict__["offer"] = ToolMethod(is_idempotent)
         return method
 
     return mark
 
 
-def tools_offered(
+def method_tools(
     session: type[MethodSession], provider: Provider, family: str, call_timeout_seconds: float
 ) -> dict[str, OutsideTool]:
     """The tools of a session class, in the order of its methods."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from sandboxes.outside.recordings import Found
+from sandboxes.outside.search_recordings import SearchResult
 
 SNIPPET_CHARACTERS = 300
 WORD = re.compile(r"\w+")
@@ -37,7 +37,7 @@ class Corpus:
             self._index.index(tokens, show_progress=False)
         self._words = {word for words in tokens for word in words}
 
-    def search(self, query: str, count: int) -> tuple[Found, ...]:
+    def search(self, query: str, count: int) -> tuple[SearchResult, ...]:
         """The best documents that have at least one word of the query, best first; of equals, the earlier one."""
         (words,) = self._tokenize([query])
         known = [word for word in words if word in self._words]
@@ -46,7 +46,7 @@ class Corpus:
         scores = self._index.get_scores(known)
         order = sorted(range(len(self._titles)), key=lambda number: (-scores[number], number))
         best = [self.documents[self._titles[number]] for number in order[:count] if scores[number] > 0]
-        return tuple(Found(document.title, document.url, snippet(document.text, known)) for document in best)
+        return tuple(SearchResult(document.title, document.url, snippet(document.text, known)) for document in best)
 
 
 def corpus_of_world(documents: Mapping[str, str]) -> Corpus:

@@ -19,14 +19,14 @@ import msgspec
 
 from sandboxes.outside.config import EndpointSettings
 from sandboxes.outside.contract import (
-    Answer,
     MethodSession,
     OutsideFailed,
     OutsideTool,
+    RolloutHandle,
     ToolFailed,
-    Visit,
-    offered,
-    tools_offered,
+    ToolOutput,
+    method_tools,
+    tool_method,
 )
 from sandboxes.tools.tool import ToolError
 
@@ -51,13 +51,13 @@ class ModelEndpoint:
             headers={"Authorization": f"Bearer {key}"} if key else {},
         )
         timeout_seconds = settings.timeout_seconds + CALL_GRACE_SECONDS
-        self.tools: Mapping[str, OutsideTool] = tools_offered(session, self, session.family, timeout_seconds)
+        self.tools: Mapping[str, OutsideTool] = method_tools(session, self, session.family, timeout_seconds)
 
     async def start(self) -> None:
         """Nothing: a server may come up later than the program."""
 
-    async def open(self, visit: Visit) -> "VisionSession | SpeechSession":
-        return self._session(self, visit)
+    async def open(self, rollout_handle: RolloutHandle) -> "VisionSession | SpeechSession":
+        return self._session(self, rollout_handle)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -83,17 +83,17 @@ class ModelEndpoint:
 class FileSession(MethodSession):
     """A session that reads files of the sandbox."""
 
-    def __init__(self, endpoint: ModelEndpoint, visit: Visit) -> None:
+    def __init__(self, endpoint: ModelEndpoint, rollout_handle: RolloutHandle) -> None:
         self._endpoint = endpoint
         self._settings = endpoint.settings
-        self._visit = visit
+        self._rollout_handle = rollout_handle
 
     async def close(self) -> None:
         """Nothing is held."""
 
     async def _file(self, path: str) -> bytes:
         try:
-            data = await self._visit.get_file(path)
+            data = await self._rollout_handle.get_file(path)
         except OSError as error:
             raise ToolError(f"{path} cannot be read: {error.strerror or error}") from None
         if len(data) > self._settings.file_bytes_max:
@@ -106,8 +106,8 @@ class VisionSession(FileSession):
 
     family = "ask_image"
 
-    @offered(is_idempotent=True)
-    async def ask_image(self, path: str, question: str) -> Answer:
+    @tool_method(is_idempotent=True)
+    async def ask_image(self, path: str, question: str) -> ToolOutput:
         """Ask a question about an image file. A vision model looks at it and answers.
 
         path: the file, PNG, JPEG, GIF or WebP
@@ -132,7 +132,7 @@ class VisionSession(FileSession):
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise ToolFailed("the vision model's answer has no message") from None
-        return Answer(str(text or "").strip())
+        return ToolOutput(str(text or "").strip())
 
 
 class SpeechSession(FileSession):
@@ -140,8 +140,8 @@ class SpeechSession(FileSession):
 
     family = "transcribe_audio"
 
-    @offered(is_idempotent=True)
-    async def transcribe_audio(self, path: str, language: str | None = None) -> Answer:
+    @tool_method(is_idempotent=True)
+    async def transcribe_audio(self, path: str, language: str | None = None) -> ToolOutput:
         """Write down what is said in an audio file. A speech model listens to it.
 
         path: the file, WAV, MP3, FLAC, OGG, M4A or WebM
@@ -159,7 +159,7 @@ class SpeechSession(FileSession):
         answer = await self._endpoint.post("audio/transcriptions", data=fields, files=files)
         if not isinstance(answer.get("text"), str):
             raise ToolFailed("the speech model's answer has no text")
-        return Answer(answer["text"].strip())
+        return ToolOutput(answer["text"].strip())
 
 
 def image_type(data: bytes) -> str | None:

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 import msgspec
 
-from sandboxes.backends.cgroups import Cgroup, Home, NoCgroups, Overhead, find_home
+from sandboxes.backends.cgroups import Cgroup, CgroupRoot, NoCgroups, Overhead, find_cgroup_root
 from sandboxes.limits import MEBIBYTE, Limits
 from sandboxes.protocol import SandboxFailed, SandboxUnavailable
 
@@ -92,10 +92,10 @@ class Jail(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 await cgroup.sweep()
             except TimeoutError:
-                logger.error("a process of the jail %s cannot be ended", self.hostname)
+                logger.error("process_not_killed", extra={"jail": self.hostname})
 
     def _new_cgroup(self) -> Cgroup | None:
-        home = home_of_cgroups()
+        home = jail_cgroup_root()
         limits = Limits(
             memory_bytes_max=self.memory_bytes_max,
             cpu_cores_max=self.cpu_cores_max,
@@ -159,12 +159,12 @@ def words(option: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
 
 
 @functools.cache
-def home_of_cgroups() -> Home | None:
+def jail_cgroup_root() -> CgroupRoot | None:
     """Asked once a program, and told once when there is none."""
     try:
-        return find_home()
+        return find_cgroup_root()
     except (NoCgroups, OSError) as error:
-        logger.warning("no limit covers a jail as a whole: no cgroup, as %s", error)
+        logger.warning("cgroups_unavailable", extra={"reason": str(error)})
         return None
 
 

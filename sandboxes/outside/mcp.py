@@ -34,7 +34,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from sandboxes import seccomp
 from sandboxes.outside.config import MEBIBYTE, McpSettings
-from sandboxes.outside.contract import Answer, OutsideFailed, OutsideTool, ToolFailed, Visit
+from sandboxes.outside.contract import OutsideFailed, OutsideTool, RolloutHandle, ToolFailed, ToolOutput
 from sandboxes.outside.jail import Jail
 from sandboxes.protocol import Arguments, Blob
 from sandboxes.tools.tool import ToolError
@@ -60,7 +60,7 @@ class McpServer:
 
     async def start(self) -> None:
         """Ask the server for its tools, by a session that ends at once."""
-        session = await self._opened()
+        session = await self._open_session()
         try:
             async with asyncio.timeout(self.settings.start_timeout_seconds):
                 listed = await session.list_tools()
@@ -70,13 +70,13 @@ class McpServer:
             await session.close()
         self._offer([tool for tool in listed if not self.settings.tools or tool.name in self.settings.tools])
 
-    async def open(self, visit: Visit) -> "McpSession":
-        return await self._opened()
+    async def open(self, rollout_handle: RolloutHandle) -> "McpSession":
+        return await self._open_session()
 
     async def close(self) -> None:
         """Nothing outlives a rollout."""
 
-    async def _opened(self) -> "McpSession":
+    async def _open_session(self) -> "McpSession":
         session = McpSession(self)
         try:
             async with asyncio.timeout(self.settings.start_timeout_seconds):
@@ -149,7 +149,7 @@ class McpSession:
                 break
         return tools[:TOOLS_MAX]
 
-    async def call(self, tool: str, arguments: Arguments) -> Answer:
+    async def call(self, tool: str, arguments: Arguments) -> ToolOutput:
         refusal = schema_complaint(self._server.tools[tool].parameters, arguments)
         if refusal is not None:
             raise ToolError(refusal)
@@ -158,7 +158,7 @@ class McpSession:
         try:
             result = await self._client.call_tool(self._server.original_names[tool], dict(arguments))
         except MCPError as error:
-            raise self._named(error) from error
+            raise self._translate_error(error) from error
         except (OSError, httpx2.HTTPError) as error:
             raise OutsideFailed(f"the MCP server {self._server.name} cannot be reached: {error!r}") from error
         answer = answer_of(result, self._settings.blob_bytes_max)
@@ -177,7 +177,7 @@ class McpSession:
             await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT_SECONDS)
         self._task = None
 
-    def _named(self, error: MCPError) -> Exception:
+    def _translate_error(self, error: MCPError) -> Exception:
         if error.code in (mcp_types.CONNECTION_CLOSED, mcp_types.REQUEST_TIMEOUT):
             return OutsideFailed(f"the MCP server {self._server.name} is gone: {error}")
         if error.code == mcp_types.INVALID_PARAMS:
@@ -187,12 +187,14 @@ class McpSession:
     async def _live(self) -> None:
         with tempfile.TemporaryFile("w+", errors="replace") as complaints:
             try:
-                async with self._connected(complaints) as client:
+                async with self._connect(complaints) as client:
                     self._client = client
                     self._ready.set_result(None)
                     await self._ending.wait()
             except Exception as error:  # whatever the library raises, the server is not there
-                failure = OutsideFailed(f"the MCP server {self._server.name} failed: {told(error, complaints)}")
+                failure = OutsideFailed(
+                    f"the MCP server {self._server.name} failed: {describe_failure(error, complaints)}"
+                )
                 if not self._ready.done():
                     self._ready.set_exception(failure)
                     self._ready.exception()  # whoever waits learns it; if nobody does any more, nothing is lost
@@ -200,7 +202,7 @@ class McpSession:
                 self._client = None
 
     @contextlib.asynccontextmanager
-    async def _connected(self, complaints: TextIO) -> AsyncIterator[Client]:
+    async def _connect(self, complaints: TextIO) -> AsyncIterator[Client]:
         async with contextlib.AsyncExitStack() as held:
             if self._settings.url is not None:
                 http = await held.enter_async_context(
@@ -266,7 +268,7 @@ def schema_complaint(schema: Mapping[str, Any], arguments: Arguments) -> str | N
     return f"the arguments do not fit: {f'{where}: ' if where else ''}{error.message[:500]}"
 
 
-def answer_of(result: mcp_types.CallToolResult, blob_bytes_max: int) -> Answer:
+def answer_of(result: mcp_types.CallToolResult, blob_bytes_max: int) -> ToolOutput:
     """Texts as content, one after another; images, audio and files as blobs, as long as there is room."""
     texts: list[str] = []
     blobs: list[Blob] = []
@@ -281,7 +283,7 @@ def answer_of(result: mcp_types.CallToolResult, blob_bytes_max: int) -> Answer:
         texts.append(text)
     if not result.content and result.structured_content is not None:
         texts.append(msgspec.json.encode(result.structured_content).decode())
-    return Answer("\n".join(text for text in texts if text), tuple(blobs))
+    return ToolOutput("\n".join(text for text in texts if text), tuple(blobs))
 
 
 def content_of(block: mcp_types.ContentBlock, number: int) -> tuple[str, Blob | None]:
@@ -310,7 +312,7 @@ def blob_of(data: str, name: str, media_type: str) -> tuple[str, Blob | None]:
     return f"[{name}: {media_type}, {len(decoded)} bytes]", Blob(name, media_type, decoded)
 
 
-def told(error: BaseException, complaints: TextIO) -> str:
+def describe_failure(error: BaseException, complaints: TextIO) -> str:
     """What went wrong, and the last words of the server."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

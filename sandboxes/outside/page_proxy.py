@@ -133,7 +133,7 @@ class PageProxy:
                 finally:
                     site.connections -= 1
         except (OSError, EOFError, TimeoutError, ValueError, BadRequest, asyncio.LimitOverrunError) as error:
-            logger.debug("a connection of the browser ended: %r", error)
+            logger.debug("browser_connection_ended", extra={"reason": repr(error)})
         finally:
             self._open.discard(writer)
             writer.close()

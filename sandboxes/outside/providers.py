@@ -53,7 +53,7 @@ class Outside:
             try:
                 await provider.close()
             except Exception:
-                logger.exception("%s could not be closed", type(provider).__name__)
+                logger.exception("provider_not_closed", extra={"provider": type(provider).__name__})
 
 
 def providers_of(settings: ToolsSettings) -> tuple[Provider, ...]:

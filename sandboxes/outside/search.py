@@ -20,17 +20,17 @@ import msgspec
 
 from sandboxes.outside.config import MEBIBYTE, SearchSettings
 from sandboxes.outside.contract import (
-    Answer,
     MethodSession,
     OutsideFailed,
     OutsideTool,
+    RolloutHandle,
     ToolFailed,
-    Visit,
-    offered,
-    tools_offered,
+    ToolOutput,
+    method_tools,
+    tool_method,
 )
 from sandboxes.outside.corpus import Corpus, corpus_from, corpus_of_world
-from sandboxes.outside.recordings import Found, Question, Recording, Recordings
+from sandboxes.outside.search_recordings import RecordedSearch, SearchQuery, SearchRecordings, SearchResult
 from sandboxes.tools.tool import ToolError
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Search:
         self._corpus: Corpus | None = None
         self._corpora: dict[str, Corpus] = {}
         "of worlds, by content hash: the rollouts of a group share one"
-        self.tools: Mapping[str, OutsideTool] = tools_offered(
+        self.tools: Mapping[str, OutsideTool] = method_tools(
             SearchSession, self, "search", self.settings.timeout_seconds + 15
         )
 
@@ -62,9 +62,9 @@ class Search:
         except (OSError, ValueError) as error:
             raise OutsideFailed(f"the corpus of the tool search cannot be read: {error}") from error
 
-    async def open(self, visit: Visit) -> "SearchSession":
-        if visit.world.corpus:
-            return SearchSession(self, await self._corpus_of(visit.world.corpus))
+    async def open(self, rollout_handle: RolloutHandle) -> "SearchSession":
+        if rollout_handle.world.corpus:
+            return SearchSession(self, await self._corpus_of(rollout_handle.world.corpus))
         return SearchSession(self, self._corpus)
 
     async def close(self) -> None:
@@ -90,8 +90,8 @@ class SearchSession(MethodSession):
     async def close(self) -> None:
         """Nothing is held."""
 
-    @offered(is_idempotent=True)
-    async def search(self, query: str, count: int = 5) -> Answer:
+    @tool_method(is_idempotent=True)
+    async def search(self, query: str, count: int = 5) -> ToolOutput:
         """Search for documents. Shows title, address if there is one, and a part of the text of each.
 
         query: words to look for
@@ -102,14 +102,14 @@ class SearchSession(MethodSession):
             raise ToolError(f"a query has between 1 and {QUERY_CHARACTERS_MAX} characters")
         wanted = max(1, min(count, self._provider.settings.results_max))
         if self._corpus is not None:
-            return Answer(listed(words, await asyncio.to_thread(self._corpus.search, words, wanted)))
+            return ToolOutput(render_results(words, await asyncio.to_thread(self._corpus.search, words, wanted)))
         if self._provider.endpoint is None:
             raise ToolFailed("there is nothing to search: the world has no corpus and no endpoint is configured")
         results, remark = await self._provider.endpoint.search(words, wanted)
-        return Answer(listed(words, results) + remark)
+        return ToolOutput(render_results(words, results) + remark)
 
-    @offered(is_idempotent=True)
-    async def search_read(self, title: str, first_character: int = 0) -> Answer:
+    @tool_method(is_idempotent=True)
+    async def search_read(self, title: str, first_character: int = 0) -> ToolOutput:
         """Read a document that search has found.
 
         title: the exact title
@@ -123,8 +123,8 @@ class SearchSession(MethodSession):
         text, first = document.text, max(0, first_character)
         last = min(len(text), first + DOCUMENT_CHARACTERS_MAX)
         if first == 0 and last == len(text):
-            return Answer(text)
-        return Answer(f"{text[first:last]}\n[characters {first} to {last} of {len(text)}]")
+            return ToolOutput(text)
+        return ToolOutput(f"{text[first:last]}\n[characters {first} to {last} of {len(text)}]")
 
 
 class Endpoint:
@@ -132,13 +132,13 @@ class Endpoint:
 
     def __init__(self, settings: SearchSettings) -> None:
         self._settings = settings
-        self._recordings = Recordings(settings.recordings) if settings.recordings is not None else None
+        self._recordings = SearchRecordings(settings.recordings) if settings.recordings is not None else None
         self._client = httpx.AsyncClient(timeout=settings.timeout_seconds, headers=headers_of(settings))
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def search(self, query: str, count: int) -> tuple[tuple[Found, ...], str]:
+    async def search(self, query: str, count: int) -> tuple[tuple[SearchResult, ...], str]:
         """The results, and a remark if they are not fresh. OutsideFailed when neither endpoint nor recording has any."""
         question = self._question(query, count)
         recording = await asyncio.to_thread(self._recordings.find, question) if self._recordings is not None else None
@@ -155,12 +155,12 @@ class Endpoint:
         await self._keep(question, results)
         return results[:count], ""
 
-    def _question(self, query: str, count: int) -> Question:
+    def _question(self, query: str, count: int) -> SearchQuery:
         settings = self._settings
         asked = {settings.count_parameter: str(count)} if settings.count_parameter is not None else {}
-        return Question(endpoint=settings.endpoint or "", parameters=settings.parameters | asked, query=query)
+        return SearchQuery(endpoint=settings.endpoint or "", parameters=settings.parameters | asked, query=query)
 
-    async def _ask(self, question: Question) -> tuple[Found, ...]:
+    async def _ask(self, question: SearchQuery) -> tuple[SearchResult, ...]:
         parameters = question.parameters | {self._settings.query_parameter: question.query}
         try:
             async with self._client.stream("GET", question.endpoint, params=parameters) as response:
@@ -175,15 +175,15 @@ class Endpoint:
             raise OutsideFailed(f"the search endpoint cannot be asked: {error}") from error
         return results_in(body, self._settings)
 
-    async def _keep(self, question: Question, results: tuple[Found, ...]) -> None:
+    async def _keep(self, question: SearchQuery, results: tuple[SearchResult, ...]) -> None:
         if self._recordings is None:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         try:
-            recording = Recording(question=question, recorded_at=now, results=results)
+            recording = RecordedSearch(question=question, recorded_at=now, results=results)
             await asyncio.to_thread(self._recordings.keep, recording)
         except OSError as error:  # the answer is here; only the next outage will miss it
-            logger.warning("an answer of the search endpoint could not be recorded: %s", error)
+            logger.warning("search_not_recorded", extra={"reason": str(error)})
 
 
 def headers_of(settings: SearchSettings) -> dict[str, str]:
@@ -201,7 +201,7 @@ async def read_bounded(response: httpx.Response) -> bytes:
     return body
 
 
-def results_in(body: bytes, settings: SearchSettings) -> tuple[Found, ...]:
+def results_in(body: bytes, settings: SearchSettings) -> tuple[SearchResult, ...]:
     """The results in an answer. OutsideFailed when it is not the JSON that the settings describe."""
     try:
         results = dig(msgspec.json.decode(body), settings.results_path)
@@ -210,7 +210,7 @@ def results_in(body: bytes, settings: SearchSettings) -> tuple[Found, ...]:
     if not isinstance(results, list):
         raise OutsideFailed(f"the search endpoint's answer has no list at {settings.results_path!r}")
     paths = (settings.title_path, settings.url_path, settings.snippet_path)
-    return tuple(Found(*(text_of(dig(result, path)) for path in paths)) for result in results)
+    return tuple(SearchResult(*(text_of(dig(result, path)) for path in paths)) for result in results)
 
 
 def dig(value: Any, path: str) -> Any:
@@ -229,7 +229,7 @@ def text_of(value: Any) -> str:
     return "" if value is None else " ".join(str(value).split())
 
 
-def listed(query: str, results: tuple[Found, ...]) -> str:
+def render_results(query: str, results: tuple[SearchResult, ...]) -> str:
     if not results:
         return f"no results for {query!r}"
     entries = []

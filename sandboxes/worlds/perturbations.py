@@ -55,7 +55,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 }
 
 
-class Trouble(msgspec.Struct, frozen=True):
+class Perturbation(msgspec.Struct, frozen=True):
     """What is drawn for one call: the rules that apply, by index, in order."""
 
     seed: int
@@ -72,14 +72,16 @@ class Trouble(msgspec.Struct, frozen=True):
         return sum(rule.milliseconds_max * uniform(self.seed, self.call_index, index, "wait") for index, rule in waits)
 
 
-class Changed(msgspec.Struct, frozen=True):
+class ChangedContent(msgspec.Struct, frozen=True):
     """Content after the rules, and the rules that did change it."""
 
     content: str
     changed_by: tuple[int, ...]
 
 
-def draw_trouble(rules: Sequence[Rule], seed: int, call_index: int, tool: str, arguments: Mapping[str, Any]) -> Trouble:
+def draw_perturbation(
+    rules: Sequence[Rule], seed: int, call_index: int, tool: str, arguments: Mapping[str, Any]
+) -> Perturbation:
     """Decide, before the call, which rules apply to it."""
     text = msgspec.json.encode(arguments).decode() if rules else ""
     applying = tuple(
@@ -89,10 +91,10 @@ def draw_trouble(rules: Sequence[Rule], seed: int, call_index: int, tool: str, a
         and (rule.match is None or re.search(rule.match, text) is not None)
         and uniform(seed, call_index, index, "applies") < rule.probability
     )
-    return Trouble(seed, call_index, applying)
+    return Perturbation(seed, call_index, applying)
 
 
-def change(trouble: Trouble, content: str, times_called_before: int) -> Changed:
+def change(trouble: Perturbation, content: str, times_called_before: int) -> ChangedContent:
     """Apply the rules that change content, in order. `times_called_before` counts identical calls, for pages."""
     changed_by: list[int] = []
     for index, rule in trouble.applying:
@@ -108,10 +110,10 @@ def change(trouble: Trouble, content: str, times_called_before: int) -> Changed:
             content = partial(content, rule.lines_lost_share, *name)
         if content != before:
             changed_by.append(index)
-    return Changed(content, tuple(changed_by))
+    return ChangedContent(content, tuple(changed_by))
 
 
-def record(trouble: Trouble, changed_by: Sequence[int], original: str | None) -> dict[str, Any] | None:
+def record(trouble: Perturbation, changed_by: Sequence[int], original: str | None) -> dict[str, Any] | None:
     """What an event says of it: the rules that had an effect, and what the tool had said (None: not called)."""
     effective = [
         (index, rule)

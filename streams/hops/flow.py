@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from schemas.job import Scorer
 from streams.hops import messages_to_trajectories, rewards_to_groups
 from streams.hops.hop import Hop
-from streams.hops.messages_to_trajectories import Assemble
+from streams.hops.messages_to_trajectories import AssembleTrajectories
 from streams.hops.rewards_to_groups import GroupRewards
 from streams.hops.trajectories_to_rewards import ScoreTrajectories
 from streams.rules.advantage import AdvantageKind
@@ -20,7 +20,7 @@ def hops(
 ) -> tuple[Hop, ...]:
     """Of each partition, so many of the newest trajectories and groups are remembered after they have ended."""
     return (
-        Assemble(trajectories_remembered),
+        AssembleTrajectories(trajectories_remembered),
         ScoreTrajectories(scorers_by_name(own_scorers)),
         GroupRewards(advantage, groups_remembered),
     )

@@ -18,14 +18,14 @@ from schemas.events import Address, BatchCut, BatchMember, Event, GroupCompleted
 from schemas.ids import derived_id
 from streams.hops.hop import Outcome
 from streams.hops.rewards_to_groups import GROUPED_PURPOSES
-from streams.rules.staleness import admitted, oldest_version, trained_members
+from streams.rules.staleness import is_admitted, oldest_version, trained_members
 
 CODE_VERSION = "cut-2"
 STATE_VERSION = "cutting-1"
 "of Cutting: a snapshot of another version is not read"
 
 
-class Cutting(Struct):
+class CutState(Struct):
     """What was cut so far, and what waits for the next batch."""
 
     index_next: int = 0
@@ -48,7 +48,7 @@ class CutGroups:
 
     name = "cut"
     reads = "groups"
-    state_class = Cutting
+    state_class = CutState
     keys_remembered = 1
 
     def __init__(
@@ -60,20 +60,20 @@ class CutGroups:
         self._first_version = first_version
         self._batches_max = batches_max
 
-    def is_closed(self, state: Cutting) -> bool:
+    def is_closed(self, state: CutState) -> bool:
         return False
 
     def key(self, event: Event) -> str | None:
         wanted = event.meta.run_id == self._run_id and event.meta.purpose in GROUPED_PURPOSES
         return self._run_id if wanted else None
 
-    def restored(self, state: Cutting | None, batch: BatchCut) -> Cutting:
+    def apply_batch(self, state: CutState | None, batch: BatchCut) -> CutState:
         """The state after a batch that is already on the log. Changes the state it is given."""
-        return self._after(state or Cutting(), batch)
+        return self._next_state(state or CutState(), batch)
 
-    def step(self, state: Cutting | None, event: Event, address: Address) -> Outcome:
+    def step(self, state: CutState | None, event: Event, address: Address) -> Outcome:
         """Changes what the state it is given holds, and is done with that state: sets are not copied at every group."""
-        state = Cutting() if state is None else copy(state)
+        state = CutState() if state is None else copy(state)
         if not isinstance(event, GroupCompleted) or event.meta.group_id is None:
             return Outcome(state, refused="batches are cut from groups")
         if self._batches_max is not None and state.index_next >= self._batches_max:
@@ -82,7 +82,7 @@ class CutGroups:
         if len(state.waiting) < self._groups_per_batch:
             return Outcome(state)
         batch = self._batch(state)
-        return Outcome(self._after(state, batch), (batch,))
+        return Outcome(self._next_state(state, batch), (batch,))
 
     def cut_again(
         self, groups: Iterable[tuple[Address, GroupCompleted]], batches: Iterable[BatchCut]
@@ -92,7 +92,7 @@ class CutGroups:
         waiting: dict[tuple[str, int], deque[tuple[Address, GroupCompleted]]] = {}
         for address, group in groups:
             waiting.setdefault((address.topic, address.partition), deque()).append((address, group))
-        state = Cutting()
+        state = CutState()
         for batch in batches:
             for position in batch.positions:
                 window = waiting.get((position.topic, position.partition), deque())
@@ -101,9 +101,9 @@ class CutGroups:
                     self._take(state, group, group.meta.group_id or "", address)
             again = self._batch(state)
             yield again
-            state = self._after(state, again)
+            state = self._next_state(state, again)
 
-    def _take(self, state: Cutting, group: GroupCompleted, group_id: str, address: Address) -> None:
+    def _take(self, state: CutState, group: GroupCompleted, group_id: str, address: Address) -> None:
         place = f"{address.topic}/{address.partition}"
         if address.offset < state.positions.get(place, 0):
             return  # delivered again
@@ -112,7 +112,7 @@ class CutGroups:
             state.seen[group_id] = None
             self._admit(state, group, group_id)
 
-    def _after(self, state: Cutting, batch: BatchCut) -> Cutting:
+    def _next_state(self, state: CutState, batch: BatchCut) -> CutState:
         """The state once this batch is on the log: what it names is seen, and what is too old by now is forgotten."""
         ceiling, seen, floor = batch.policy_ceiling, state.seen, state.floor
         for group_id in (*batch.groups, *batch.groups_stale, *batch.groups_passed):
@@ -123,12 +123,12 @@ class CutGroups:
             seen = {name: of for name, of in seen.items() if of is None or self._is_admitted(batch.index + 1, of)}
             floor = min((of for of in seen.values() if of is not None), default=None)
         positions = {f"{position.topic}/{position.partition}": position.offset for position in batch.positions}
-        return Cutting(index_next=batch.index + 1, seen=seen, positions=positions, floor=floor)
+        return CutState(index_next=batch.index + 1, seen=seen, positions=positions, floor=floor)
 
     def _is_admitted(self, index: int, version: int | None) -> bool:
-        return admitted(self._first_version + index, version, self._staleness_max)
+        return is_admitted(self._first_version + index, version, self._staleness_max)
 
-    def _admit(self, state: Cutting, group: GroupCompleted, group_id: str) -> None:
+    def _admit(self, state: CutState, group: GroupCompleted, group_id: str) -> None:
         oldest = oldest_version(group)
         if oldest is not None:
             state.ceiling = oldest if state.ceiling is None else max(state.ceiling, oldest)
@@ -141,7 +141,7 @@ class CutGroups:
         else:
             state.groups_stale.append(group_id)
 
-    def _batch(self, state: Cutting) -> BatchCut:
+    def _batch(self, state: CutState) -> BatchCut:
         """Everything in it is sorted."""
         groups = sorted(state.waiting, key=lambda group: group.meta.group_id or "")
         members = [_batch_member(group, member) for group in groups for member in trained_members(group)]

@@ -42,7 +42,7 @@ KEYS_REMEMBERED = 1024
 _UNKNOWN_LOGPROB = b"\x00\x00\x00\x00"
 
 
-class Piece(Struct):
+class MessageSpan(Struct):
     """Where one message's tokens stand, and whose context they belong to."""
 
     context: int
@@ -50,7 +50,7 @@ class Piece(Struct):
     end: int
 
 
-class Attempt(Struct):
+class PartialTrajectory(Struct):
     """An attempt under way: a trajectory that grows. Tokens stand in the order of their messages."""
 
     started: RolloutStarted
@@ -64,44 +64,44 @@ class Attempt(Struct):
     turns: int = 0
     taught: bool = False
     "true when a turn came without log-probabilities: a teacher's, good for SFT and never for RL"
-    pieces: list[Piece] = []
+    pieces: list[MessageSpan] = []
     contexts: list[Context] = []
     "those begun so far; their starts are known at the end"
     untaught: bool = False
     "true when a turn came with log-probabilities: the policy's"
 
 
-class Assembly(Struct):
+class AssemblyState(Struct):
     """All attempts of one trajectory: those under way, and the names of those that ended."""
 
-    attempts: dict[str, Attempt] = {}
+    attempts: dict[str, PartialTrajectory] = {}
     ended: list[str] = []
     is_closed: bool = False
     "an attempt ended other than by infra_error: no further one is asked for"
 
 
-class Assemble:
+class AssembleTrajectories:
     """See streams.hops.hop.Hop."""
 
     name = "assemble"
     reads = "messages"
-    state_class = Assembly
+    state_class = AssemblyState
 
     def __init__(self, keys_remembered: int = KEYS_REMEMBERED) -> None:
         self.keys_remembered = keys_remembered
 
-    def is_closed(self, state: Assembly) -> bool:
+    def is_closed(self, state: AssemblyState) -> bool:
         """Also while another attempt is under way: it is a second worker's, which nobody waits for, or a dead one's."""
         return state.is_closed
 
     def key(self, event: Event) -> str | None:
         return event.meta.trajectory_id
 
-    def step(self, state: Assembly | None, event: Event, address: Address) -> Outcome:
+    def step(self, state: AssemblyState | None, event: Event, address: Address) -> Outcome:
         attempt_id, seq = event.meta.attempt_id, event.meta.seq
         if attempt_id is None or seq is None or event.meta.group_id is None:
             return Outcome(state, refused="a message of a rollout needs group_id, attempt_id and seq")
-        known = state or Assembly()
+        known = state or AssemblyState()
         if attempt_id in known.ended:
             return Outcome(state)
         attempt = known.attempts.get(attempt_id)
@@ -112,27 +112,29 @@ class Assemble:
             return Outcome(
                 state, refused=f"seq {seq} where {expected} was to come: a message of the attempt is missing"
             )
-        return self._taken(known, attempt_id, attempt, event)
+        return self._apply(known, attempt_id, attempt, event)
 
-    def _taken(self, state: Assembly, attempt_id: str, attempt: Attempt | None, event: Event) -> Outcome:
+    def _apply(self, state: AssemblyState, attempt_id: str, attempt: PartialTrajectory | None, event: Event) -> Outcome:
         if isinstance(event, RolloutEnded):
             if attempt is None:
                 return Outcome(state, refused="an attempt ended that never started")
             rest = {name: other for name, other in state.attempts.items() if name != attempt_id}
-            trajectory = _assembled(attempt, event)
+            trajectory = _assemble(attempt, event)
             is_closed = state.is_closed or event.ended_by != "infra_error"
-            return Outcome(Assembly(rest, [*state.ended, attempt_id], is_closed), (trajectory, _ended(trajectory)))
+            return Outcome(
+                AssemblyState(rest, [*state.ended, attempt_id], is_closed), (trajectory, _attempt_ended(trajectory))
+            )
         if attempt is None and not isinstance(event, RolloutStarted):
             return Outcome(state, refused=f"an attempt starts with RolloutStarted, not {type(event).__name__}")
         wrong = _complaint(event, attempt) if attempt is not None else None
         if wrong is not None:
             return Outcome(state, refused=wrong)
-        grown = _begun(cast(RolloutStarted, event)) if attempt is None else _grown(event, attempt)
+        grown = _begin(cast(RolloutStarted, event)) if attempt is None else _extend(event, attempt)
         grown = msgspec.structs.replace(grown, seq_next=cast(int, event.meta.seq) + 1)
-        return Outcome(Assembly(state.attempts | {attempt_id: grown}, state.ended, state.is_closed))
+        return Outcome(AssemblyState(state.attempts | {attempt_id: grown}, state.ended, state.is_closed))
 
 
-def _complaint(event: Event, attempt: Attempt) -> str | None:
+def _complaint(event: Event, attempt: PartialTrajectory) -> str | None:
     """Why a message cannot be joined to its attempt; None when it can."""
     if not isinstance(event, (TurnGenerated, ToolObserved, AgentMessaged)):
         return None
@@ -149,9 +151,9 @@ def _complaint(event: Event, attempt: Attempt) -> str | None:
     return None
 
 
-def _begun(started: RolloutStarted) -> Attempt:
+def _begin(started: RolloutStarted) -> PartialTrajectory:
     count = token_count(started.prompt_tokens)
-    return Attempt(
+    return PartialTrajectory(
         started=started,
         seq_next=1,
         tokens=started.prompt_tokens,
@@ -159,19 +161,19 @@ def _begun(started: RolloutStarted) -> Attempt:
         logprobs=_UNKNOWN_LOGPROB * count,
         segments=[Segment(start=0, end=count, agent="prompt", policy_version=None)] if count else [],
         transcript=[Utterance(role="user", name=None, content=started.task.prompt)],
-        pieces=[Piece(0, 0, count)],
+        pieces=[MessageSpan(0, 0, count)],
         contexts=[Context(start=0, agent=started.meta.receiver or started.task.agent)],
     )
 
 
 @singledispatch
-def _grown(event: Event, attempt: Attempt) -> Attempt:
+def _extend(event: Event, attempt: PartialTrajectory) -> PartialTrajectory:
     """The attempt with one more message. Messages that add nothing to the trajectory leave it as it is."""
     return attempt
 
 
-@_grown.register
-def _(event: TurnGenerated, attempt: Attempt) -> Attempt:
+@_extend.register
+def _(event: TurnGenerated, attempt: PartialTrajectory) -> PartialTrajectory:
     start, count = token_count(attempt.tokens), token_count(event.tokens)
     segments = [
         Segment(start=start + span.start, end=start + span.end, agent=event.agent, policy_version=span.version)
@@ -188,29 +190,31 @@ def _(event: TurnGenerated, attempt: Attempt) -> Attempt:
         turns=attempt.turns + 1,
         taught=attempt.taught or (not event.logprobs and count > 0),
         untaught=attempt.untaught or bool(event.logprobs),
-        pieces=[*attempt.pieces, Piece(event.context, start, start + count)],
+        pieces=[*attempt.pieces, MessageSpan(event.context, start, start + count)],
     )
 
 
-@_grown.register
-def _(event: ToolObserved, attempt: Attempt) -> Attempt:
+@_extend.register
+def _(event: ToolObserved, attempt: PartialTrajectory) -> PartialTrajectory:
     said = Utterance(
         role="tool", name=event.tool, content=event.content, is_error=event.is_error, perturbation=event.perturbation
     )
     return _read(attempt, event, event.tool, said)
 
 
-@_grown.register
-def _(event: AgentMessaged, attempt: Attempt) -> Attempt:
+@_extend.register
+def _(event: AgentMessaged, attempt: PartialTrajectory) -> PartialTrajectory:
     return _read(attempt, event, event.kind, Utterance(role="agent", name=event.meta.sender, content=event.content))
 
 
-@_grown.register
-def _(event: ToolCalled, attempt: Attempt) -> Attempt:
+@_extend.register
+def _(event: ToolCalled, attempt: PartialTrajectory) -> PartialTrajectory:
     return attempt  # the call's text and tokens are part of the turn that made it
 
 
-def _read(attempt: Attempt, event: ToolObserved | AgentMessaged, source: str, said: Utterance) -> Attempt:
+def _read(
+    attempt: PartialTrajectory, event: ToolObserved | AgentMessaged, source: str, said: Utterance
+) -> PartialTrajectory:
     """Tokens that an agent read and did not say."""
     tokens = event.tokens
     start, count = token_count(attempt.tokens), token_count(tokens)
@@ -226,12 +230,12 @@ def _read(attempt: Attempt, event: ToolObserved | AgentMessaged, source: str, sa
         logprobs=attempt.logprobs + _UNKNOWN_LOGPROB * count,
         segments=[*attempt.segments, segment] if count else attempt.segments,
         transcript=[*attempt.transcript, said],
-        pieces=[*attempt.pieces, Piece(event.context, start, start + count)],
+        pieces=[*attempt.pieces, MessageSpan(event.context, start, start + count)],
         contexts=contexts,
     )
 
 
-def _assembled(attempt: Attempt, ended: RolloutEnded) -> TrajectoryAssembled:
+def _assemble(attempt: PartialTrajectory, ended: RolloutEnded) -> TrajectoryAssembled:
     started = attempt.started
     attempt = _by_context(_without_teachers(attempt))
     versions = [segment.policy_version for segment in attempt.segments if segment.policy_version is not None]
@@ -259,7 +263,7 @@ def _assembled(attempt: Attempt, ended: RolloutEnded) -> TrajectoryAssembled:
     )
 
 
-def _ended(trajectory: TrajectoryAssembled) -> AttemptEnded:
+def _attempt_ended(trajectory: TrajectoryAssembled) -> AttemptEnded:
     """The same fact without tokens and transcript."""
     changes: dict[str, Any] = {
         "id": derived_id("AttemptEnded", trajectory.meta.attempt_id, CODE_VERSION),
@@ -278,7 +282,7 @@ def _ended(trajectory: TrajectoryAssembled) -> AttemptEnded:
     )
 
 
-def _without_teachers(attempt: Attempt) -> Attempt:
+def _without_teachers(attempt: PartialTrajectory) -> PartialTrajectory:
     """Where the policy worked with a teacher, only what the policy sampled is marked as such, and can be trained on."""
     if not (attempt.taught and attempt.untaught):
         return attempt
@@ -289,7 +293,7 @@ def _without_teachers(attempt: Attempt) -> Attempt:
     return msgspec.structs.replace(attempt, loss_mask=bytes(mask), taught=False)
 
 
-def _by_context(attempt: Attempt) -> Attempt:
+def _by_context(attempt: PartialTrajectory) -> PartialTrajectory:
     """The same tokens, context after context instead of in the order of their messages."""
     if len(attempt.contexts) < 2:
         return attempt
@@ -302,14 +306,14 @@ def _by_context(attempt: Attempt) -> Attempt:
         tokens=b"".join(attempt.tokens[4 * piece.start : 4 * piece.end] for piece in pieces),
         loss_mask=b"".join(attempt.loss_mask[piece.start : piece.end] for piece in pieces),
         logprobs=b"".join(attempt.logprobs[4 * piece.start : 4 * piece.end] for piece in pieces),
-        segments=_moved(attempt.segments, moved),
+        segments=_move_segments(attempt.segments, moved),
         contexts=[
             msgspec.structs.replace(context, start=first[number]) for number, context in enumerate(attempt.contexts)
         ],
     )
 
 
-def _moved(segments: list[Segment], moved: dict[int, int]) -> list[Segment]:
+def _move_segments(segments: list[Segment], moved: dict[int, int]) -> list[Segment]:
     """Segments at their new places, in order. Each lies within one of the pieces that were moved from start to start."""
     origins = sorted(moved)
     found: list[Segment] = []

@@ -12,7 +12,7 @@ from msgspec import Struct
 from schemas.events import Address, Event, GroupCompleted, GroupMember, Meta, RewardAssigned
 from schemas.ids import derived_id
 from streams.hops.hop import Outcome
-from streams.rules.advantage import AdvantageKind, advantages, deviation, mean, teaches_nothing
+from streams.rules.advantage import AdvantageKind, advantages, deviation, drop_reason, mean
 from streams.rules.scoring import SCORE_MAX
 
 CODE_VERSION = "group-1"
@@ -20,7 +20,7 @@ KEYS_REMEMBERED = 256
 GROUPED_PURPOSES = ("train", "replay")
 
 
-class Gathering(Struct):
+class GroupState(Struct):
     """A group that fills: per member, the rewards of each attempt by scorer."""
 
     members: dict[int, dict[str, dict[str, RewardAssigned]]] = {}
@@ -34,19 +34,19 @@ class GroupRewards:
 
     name = "group"
     reads = "rewards"
-    state_class = Gathering
+    state_class = GroupState
 
     def __init__(self, advantage: AdvantageKind = "centred", keys_remembered: int = KEYS_REMEMBERED) -> None:
         self._advantage: AdvantageKind = advantage
         self.keys_remembered = keys_remembered
 
-    def is_closed(self, state: Gathering) -> bool:
+    def is_closed(self, state: GroupState) -> bool:
         return state.completed
 
     def key(self, event: Event) -> str | None:
         return event.meta.group_id if event.meta.purpose in GROUPED_PURPOSES else None
 
-    def step(self, state: Gathering | None, event: Event, address: Address) -> Outcome:
+    def step(self, state: GroupState | None, event: Event, address: Address) -> Outcome:
         if not isinstance(event, RewardAssigned) or event.meta.attempt_id is None:
             return Outcome(state, refused="a group is made of rewards with an attempt_id")
         # by how the attempt ended, not by what a scorer says of it: only the former is asked for again
@@ -54,15 +54,15 @@ class GroupRewards:
             return Outcome(state)
         if state is not None and (state.completed or event.index in state.filled):
             return Outcome(state)
-        state = _with_reward(state or Gathering(), event, event.meta.attempt_id)
+        state = _with_reward(state or GroupState(), event, event.meta.attempt_id)
         if len(state.filled) < event.group_size:
             return Outcome(state)
-        return Outcome(Gathering(completed=True), (self._completed(state),))
+        return Outcome(GroupState(completed=True), (self._complete(state),))
 
-    def _completed(self, state: Gathering) -> GroupCompleted:
+    def _complete(self, state: GroupState) -> GroupCompleted:
         chosen = [list(state.members[index][state.filled[index]].values()) for index in sorted(state.filled)]
         valid = [_total(rewards) for rewards in chosen if _is_valid(rewards)]
-        dropped = teaches_nothing(valid)
+        dropped = drop_reason(valid)
         by_valid = iter(advantages(valid, self._advantage) if dropped is None else [0.0] * len(valid))
         members = [_member(rewards, next(by_valid) if _is_valid(rewards) else 0.0) for rewards in chosen]
         return GroupCompleted(
@@ -76,11 +76,11 @@ class GroupRewards:
         )
 
 
-def _with_reward(state: Gathering, reward: RewardAssigned, attempt_id: str) -> Gathering:
+def _with_reward(state: GroupState, reward: RewardAssigned, attempt_id: str) -> GroupState:
     attempts = state.members.get(reward.index, {})
     rewards = attempts.get(attempt_id, {}) | {reward.scorer: reward}
     whole = set(rewards) >= set(reward.scorers)
-    return Gathering(
+    return GroupState(
         members=state.members | {reward.index: attempts | {attempt_id: rewards}},
         filled=state.filled | {reward.index: attempt_id} if whole else state.filled,
     )

@@ -12,7 +12,7 @@ from schemas.events import Address, Event, Meta, RewardAssigned, TrajectoryAssem
 from schemas.ids import derived_id
 from schemas.job import Scorer
 from streams.hops.hop import Outcome
-from streams.rules.scoring import judged
+from streams.rules.scoring import score_trajectory
 
 NO_SCORER = "none"
 "the scorer of the excluded reward of a task that names no scorer"
@@ -44,7 +44,7 @@ class ScoreTrajectories:
         return Outcome(events=[self._reward(event, address, name) for name in names])
 
     def _reward(self, trajectory: TrajectoryAssembled, address: Address, name: str) -> RewardAssigned:
-        score = judged(trajectory, name, self._scorers)
+        score = score_trajectory(trajectory, name, self._scorers)
         version = self._scorers[name].version if name in self._scorers else UNKNOWN_VERSION
         return RewardAssigned(
             meta=_meta(trajectory, name, version),

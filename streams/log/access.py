@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from schemas.events import Event
-from schemas.programs import ACCESS_BY_PROGRAM, Access, Undeclared, Use
+from schemas.programs import ACCESS_BY_PROGRAM, Access, UndeclaredAccess, Use
 
 RECORD_FOLDER = "REPLAYGROUND_ACCESS_RECORD"
 "names a folder: every use of the log is noted there, a file a program, so that a test can compare it with the table"
 
 
-class Guard:
-    """The uses of the log by one program. Each method raises Undeclared for a use that the table does not have."""
+class AccessGuard:
+    """The uses of the log by one program. Each method raises UndeclaredAccess for a use that the table does not have."""
 
     def __init__(self, program: str) -> None:
         assert program in ACCESS_BY_PROGRAM, f"{program!r} is no program of schemas.programs.ACCESS"
@@ -48,7 +48,7 @@ class Guard:
         if use in self._allowed:
             return
         if not self._access.declares(use):
-            raise Undeclared(
+            raise UndeclaredAccess(
                 f"program {self._access.program}: {' '.join(use)} is not declared in schemas.programs.ACCESS"
             )
         self._allowed.add(use)
@@ -58,6 +58,6 @@ class Guard:
 
     def _require_own(self, kind: str, name: str) -> None:
         if not self._access.owns(name):
-            raise Undeclared(
+            raise UndeclaredAccess(
                 f"program {self._access.program}: {kind} {name!r} is not its own (Access.group_of in schemas.programs)"
             )

@@ -10,7 +10,7 @@ from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from schemas.acls import PREFIXED, Acl
 from schemas.programs import OPERATOR
 from schemas.run import LogSettings
-from streams.log.connection import ASK_SECONDS, Connection, Questions
+from streams.log.connection import ASK_SECONDS, BrokerClient, Connection
 
 _RESOURCES = {
     "topic": ResourceType.TOPIC,
@@ -31,7 +31,7 @@ _OPERATIONS = {
 def apply_acls(log: LogSettings, rights: Iterable[Acl]) -> None:
     """Adds these rights; needs credentials that may alter ACLs. Safe to call again. Raises NotAllowed, LogUnavailable."""
     connection = Connection(log, OPERATOR)
-    with Questions(connection).client() as admin:
+    with BrokerClient(connection).client() as admin:
         _create(connection, admin, [_binding(acl) for acl in rights])
 
 

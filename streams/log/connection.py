@@ -31,7 +31,7 @@ _AUTHORIZATION_ERRORS = {
 }
 
 
-class Refusals:
+class AuthenticationFailures:
     """Remembers that a client could not prove who it is. librdkafka says so in a callback only and goes on trying."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Connection:
         """A topic as programs know it."""
         return name[len(self._prefix) :]
 
-    def settings(self, refusals: Refusals) -> dict[str, Any]:
+    def settings(self, refusals: AuthenticationFailures) -> dict[str, Any]:
         """What every client of librdkafka is given. Reads the password: call it when a client is made."""
         return {
             "bootstrap.servers": self.log.bootstrap_servers,
@@ -100,7 +100,7 @@ class Connection:
             )
         return LogUnavailable(f"cannot {doing}: {error}")
 
-    def require_known(self, admin: AdminClient, refusals: Refusals) -> None:
+    def require_known(self, admin: AdminClient, refusals: AuthenticationFailures) -> None:
         """Returns when the brokers answer this client. Raises NotAllowed soon when they do not accept who it is, and
         LogUnavailable after a while when they do not answer."""
         until = time.monotonic() + ASK_SECONDS
@@ -126,7 +126,7 @@ class Connection:
         return f"user {self.user}" if self.user else "nobody (no username is set)"
 
 
-class Questions:
+class BrokerClient:
     """A client for questions to the broker. After one that was not answered, the next is asked by a new client: librdkafka
     can lose its brokers when one that starts, or was taken for dead, says that there are none."""
 
@@ -139,7 +139,7 @@ class Questions:
         """Raises NotAllowed and LogUnavailable."""
         try:
             if self._client is None:
-                refusals = Refusals()
+                refusals = AuthenticationFailures()
                 client = AdminClient(self._connection.settings(refusals))
                 self._connection.require_known(client, refusals)
                 self._client = client

@@ -31,9 +31,9 @@ from schemas.events import Address, Event, Position
 from schemas.programs import OPERATOR
 from schemas.run import LogSettings
 from schemas.topics import COMPACTED_SOON, FOREVER, PARTITIONS, TOPIC_BY_NAME, TOPICS, Topic, topic_of
-from streams.log.access import Guard
-from streams.log.connection import ASK_SECONDS, Connection, Questions, Refusals
-from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread, beyond_end, delivered
+from streams.log.access import AccessGuard
+from streams.log.connection import ASK_SECONDS, AuthenticationFailures, BrokerClient, Connection
+from streams.log.protocol import Delivery, GroupLag, RawMessage, Reader, UnreadMessages, beyond_end, decode_delivery
 
 logger = structlog.get_logger()
 
@@ -51,7 +51,7 @@ _READ_AHEAD_OFFSETS = 512
 """Wanted offsets closer together than this are read in one sweep: a seek costs about as much as so many messages."""
 
 
-def _producer_settings(connection: Connection, refusals: Refusals) -> dict[str, Any]:
+def _producer_settings(connection: Connection, refusals: AuthenticationFailures) -> dict[str, Any]:
     return connection.settings(refusals) | {
         "acks": "all",
         "enable.idempotence": True,
@@ -63,7 +63,7 @@ def _producer_settings(connection: Connection, refusals: Refusals) -> dict[str, 
     }
 
 
-def _consumer_settings(connection: Connection, refusals: Refusals, group: str) -> dict[str, Any]:
+def _consumer_settings(connection: Connection, refusals: AuthenticationFailures, group: str) -> dict[str, Any]:
     return connection.settings(refusals) | {
         "group.id": connection.name(group),
         "enable.auto.commit": False,
@@ -92,14 +92,14 @@ class KafkaLog:
 
     def __init__(self, log: LogSettings, codec: Codec, program: str = OPERATOR) -> None:
         self.connection = Connection(log, program)
-        self._guard = Guard(program)
+        self._guard = AccessGuard(program)
         self.codec = codec
         self._producer: Producer | None = None
-        self._refusals = Refusals()
+        self._refusals = AuthenticationFailures()
         "of the producer"
         self._failure: KafkaError | None = None
         self._random_access: Consumer | None = None
-        self._questions = Questions(self.connection)
+        self._questions = BrokerClient(self.connection)
         self._askers: dict[str, Consumer] = {}
 
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
@@ -116,7 +116,7 @@ class KafkaLog:
         self, topic: str, key: bytes | None, value: bytes, on_delivery: Callable[[KafkaError | None, Message], None]
     ) -> None:
         self._raise_failure()
-        producer = self._opened_producer()
+        producer = self._open_producer()
         name = self.connection.name(topic)
         while True:
             try:
@@ -166,7 +166,7 @@ class KafkaLog:
         """False when another member of the group is about to give it the positions that are missing."""
         with self._questions.client() as admin:
             partitions = _partitions(self.connection, admin, topics)
-            committed = self._committed(group, partitions)
+            committed = self._committed_offsets(group, partitions)
             oldest = _starts(self.connection, admin, partitions)
             places = set(partitions)
             starts = {(p.topic, p.partition): p.offset for p in start if (p.topic, p.partition) in places}
@@ -216,16 +216,16 @@ class KafkaLog:
             raise LookupError(f"no event at {missing[0]} and {len(missing) - 1} more addresses")
         return [found[address] for address in addresses]
 
-    def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
+    def group_lags(self, group: str, topics: Sequence[str]) -> dict[str, GroupLag]:
         with self._questions.client() as admin:
             partitions = _partitions(self.connection, admin, topics)
-            committed = self._committed(group, partitions)
+            committed = self._committed_offsets(group, partitions)
             ends = _ends(self.connection, admin, partitions)
         for place, offset in committed.items():
             if offset > ends[place]:
                 raise LogUnavailable(f"{place[0]}/{place[1]} ends at {ends[place]}, before {offset}, where {group} is")
         return {
-            topic: Standing(
+            topic: GroupLag(
                 committed=sum(offset for place, offset in committed.items() if place[0] == topic),
                 end=sum(end for place, end in ends.items() if place[0] == topic),
             )
@@ -245,10 +245,10 @@ class KafkaLog:
             reader.close()
         return counts
 
-    def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
+    def unread(self, group: str, topics: Sequence[str]) -> dict[str, UnreadMessages]:
         with self._questions.client() as admin:
             partitions = _partitions(self.connection, admin, topics)
-            committed = self._committed(group, partitions)
+            committed = self._committed_offsets(group, partitions)
             starts = _starts(self.connection, admin, partitions)
             ends = _ends(self.connection, admin, partitions)
         self._guard.read(topics)
@@ -257,9 +257,9 @@ class KafkaLog:
             for place in partitions
             if max(committed.get(place, 0), starts[place]) < ends[place]
         }
-        written = self._written(waiting)
+        written = self._written_at(waiting)
         return {
-            topic: Unread(
+            topic: UnreadMessages(
                 oldest_milliseconds=min((at for place, at in written.items() if place[0] == topic), default=None),
                 expired=sum(max(0, starts[place] - offset) for place, offset in committed.items() if place[0] == topic),
             )
@@ -281,7 +281,7 @@ class KafkaLog:
             self._make_topics(admin)
 
     def _make_topics(self, admin: AdminClient) -> None:
-        existing = self._existing(admin)
+        existing = self._existing_topics(admin)
         wanted = [topic for topic in TOPICS if self._guard.touches(topic.name)]
         for topic in wanted:
             if topic.name in existing:
@@ -291,9 +291,9 @@ class KafkaLog:
         if missing:
             self._create(admin, {t.name: (t.partitions, t.settings) for t in missing})
 
-    def _existing(self, admin: AdminClient) -> dict[str, TopicMetadata]:
+    def _existing_topics(self, admin: AdminClient) -> dict[str, TopicMetadata]:
         """Topics that begin with the prefix, by the names that programs know them by."""
-        found = _asked(self.connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics").topics
+        found = _request(self.connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics").topics
         prefix = self.connection.log.topic_prefix
         return {self.connection.plain(name): topic for name, topic in found.items() if name.startswith(prefix)}
 
@@ -369,7 +369,7 @@ class KafkaLog:
         resources = [ConfigResource(ConfigResource.Type.TOPIC, name) for name in by_name]
         futures = admin.describe_configs(resources, request_timeout=ASK_SECONDS) if resources else {}
         for resource, future in futures.items():
-            found = _asked(self.connection, future.result, f"ask for the settings of topic {resource.name}")
+            found = _request(self.connection, future.result, f"ask for the settings of topic {resource.name}")
             for name, wanted in (by_name[resource.name].settings | self._in_sync()).items():
                 if found[name].value != wanted:
                     raise BadInput(
@@ -388,7 +388,7 @@ class KafkaLog:
         self._askers = {}
         self.codec.close()
 
-    def _opened_producer(self) -> Producer:
+    def _open_producer(self) -> Producer:
         if self._producer is None:
             self._producer = Producer(_producer_settings(self.connection, self._refusals))
         return self._producer
@@ -414,7 +414,7 @@ class KafkaLog:
     def _sweep(self, topic: str, partition: int, offsets: list[int]) -> Iterator[tuple[Address, Event]]:
         """Reads one stretch of a partition and keeps what is wanted."""
         if self._random_access is None:
-            settings = _consumer_settings(self.connection, Refusals(), _nameless_group(self.connection))
+            settings = _consumer_settings(self.connection, AuthenticationFailures(), _nameless_group(self.connection))
             # a fetch that still waits for its last partition would hold the next one back
             self._random_access = Consumer(settings | {"fetch.min.bytes": 1, "fetch.wait.max.ms": 10})
         wanted = set(offsets)
@@ -436,20 +436,20 @@ class KafkaLog:
                 if offset >= offsets[-1]:
                     return
 
-    def _committed(self, group: str, partitions: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
+    def _committed_offsets(self, group: str, partitions: list[tuple[str, int]]) -> dict[tuple[str, int], int]:
         """By a consumer that joins nothing. The admin client of librdkafka 2.16 can be asked the same, and takes the process
         down when the answer is that the group's coordinator is elsewhere, as it is while a broker starts."""
         if group not in self._askers:
             while len(self._askers) >= _ASKERS_MAX:
                 self._askers.pop(next(iter(self._askers))).close()
-            settings = _consumer_settings(self.connection, Refusals(), group)
+            settings = _consumer_settings(self.connection, AuthenticationFailures(), group)
             # uncommitted: else it would wait for a transaction under way
             self._askers[group] = Consumer(settings | {"isolation.level": "read_uncommitted"})
         asker = self._askers[group]
         asked = [_partition_at(self.connection, place) for place in partitions]
         doing = f"ask where group {group} is"
         try:
-            found = _asked(self.connection, lambda: asker.committed(asked, ASK_SECONDS), doing) if asked else []
+            found = _request(self.connection, lambda: asker.committed(asked, ASK_SECONDS), doing) if asked else []
             for place in found:
                 if place.error is not None:
                     raise self.connection.error(place.error, doing)
@@ -460,11 +460,13 @@ class KafkaLog:
             (self.connection.plain(place.topic), place.partition): place.offset for place in found if place.offset >= 0
         }
 
-    def _written(self, waiting: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
+    def _written_at(self, waiting: dict[tuple[str, int], int]) -> dict[tuple[str, int], int]:
         """When the first message from each offset on was written; a place where only markers of transactions follow has none."""
         if not waiting:
             return {}
-        consumer = Consumer(_consumer_settings(self.connection, Refusals(), _nameless_group(self.connection)))
+        consumer = Consumer(
+            _consumer_settings(self.connection, AuthenticationFailures(), _nameless_group(self.connection))
+        )
         written: dict[tuple[str, int], int] = {}
         ended: set[tuple[str, int]] = set()
         try:
@@ -499,8 +501,8 @@ class KafkaReader:
     ) -> None:
         self._connection = connection
         self._codec = codec
-        self._questions = Questions(connection)
-        self._refusals = Refusals()
+        self._questions = BrokerClient(connection)
+        self._refusals = AuthenticationFailures()
         settings = _consumer_settings(connection, self._refusals, group or _nameless_group(connection))
         # a position that is no longer on the broker means events that nobody will read: that must not pass unnoticed
         keeps_everything = all(not _forgets(topic) for topic in topics)
@@ -522,11 +524,11 @@ class KafkaReader:
             )
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
-        polled = self._polled(events_max, timeout_seconds)
+        polled = self._poll_now(events_max, timeout_seconds)
         unknown_ids: set[int] = set()  # all of it was on the log before the first question
         try:
             return [
-                delivered(self._codec, address, message.key(), value, unknown_ids)
+                decode_delivery(self._codec, address, message.key(), value, unknown_ids)
                 for address, message in polled
                 if (value := message.value()) is not None  # a tombstone says that something was removed; it is no event
             ]
@@ -542,14 +544,14 @@ class KafkaReader:
 
     def poll_everything(self, messages_max: int, timeout_seconds: float) -> list[Message]:
         """What has arrived, not decoded, tombstones too."""
-        return [message for _, message in self._polled(messages_max, timeout_seconds)]
+        return [message for _, message in self._poll_now(messages_max, timeout_seconds)]
 
-    def _polled(self, messages_max: int, timeout_seconds: float) -> list[tuple[Address, Message]]:
+    def _poll_now(self, messages_max: int, timeout_seconds: float) -> list[tuple[Address, Message]]:
         self._hold(messages_max == 0)
         try:
             # `consume` alone would wait out the whole timeout unless messages_max arrive
             first = self._consumer.poll(timeout_seconds)
-            polled = [] if first is None else [first, *self._fetched(messages_max - 1)]
+            polled = [] if first is None else [first, *self._take_fetched(messages_max - 1)]
         except KafkaException as failure:
             raise self._connection.error(failure.args[0], f"read {', '.join(self._topics)}") from failure
         if not polled and self._refusals.newest is not None:
@@ -589,7 +591,7 @@ class KafkaReader:
         really let go."""
         if not hold and not self._held:
             return
-        assigned = set(self._assigned())
+        assigned = set(self._assignment())
         if hold:  # also what was assigned since the last time
             self._consumer.pause([_partition_at(self._connection, place) for place in assigned])
             self._held |= assigned
@@ -597,10 +599,10 @@ class KafkaReader:
             self._consumer.resume([_partition_at(self._connection, place) for place in self._held & assigned])
             self._held -= assigned
 
-    def _assigned(self) -> list[tuple[str, int]]:
+    def _assignment(self) -> list[tuple[str, int]]:
         return [(self._connection.plain(place.topic), place.partition) for place in self._consumer.assignment()]
 
-    def _fetched(self, messages_max: int) -> Iterator[Message]:
+    def _take_fetched(self, messages_max: int) -> Iterator[Message]:
         """What was fetched already, as far as it fits into one poll."""
         room, bytes_taken = messages_max, 0
         while room > 0 and bytes_taken < _POLL_BYTES_MAX:
@@ -635,7 +637,7 @@ class KafkaReader:
             self._ends_seen.pop((position.topic, position.partition), None)
 
     def seek_before_end(self, messages: int) -> None:
-        assigned = self._assigned()
+        assigned = self._assignment()
         starts = {place: max(0, end - messages) for place, end in self._ends(assigned).items()}
         # assigned anew: a partition that was not fetched from yet cannot be sought
         self._consumer.assign([_partition_at(self._connection, place, offset) for place, offset in starts.items()])
@@ -644,7 +646,7 @@ class KafkaReader:
         self._ends_seen.clear()
 
     def caught_up(self) -> bool:
-        assigned = self._assigned()
+        assigned = self._assignment()
         if not assigned:
             return False
         ends = self._ends(assigned)
@@ -667,13 +669,13 @@ class KafkaReader:
     def _assign_all(self, offset: int, start: Sequence[Position] = ()) -> None:
         with self._questions.client() as admin:
             places = _partitions(self._connection, admin, self._topics)
-        starts = self._checked_starts(start)
+        starts = self._check_starts(start)
         assigned = [_partition_at(self._connection, place, starts.get(place, offset)) for place in places]
         self._consumer.assign(assigned)
         # a partition on which nothing has come since its start delivers nothing, and must count as read all the same
         self._next.update(starts)
 
-    def _checked_starts(self, start: Sequence[Position]) -> dict[tuple[str, int], int]:
+    def _check_starts(self, start: Sequence[Position]) -> dict[tuple[str, int], int]:
         """Where reading begins. Raises LogBroken when events after a start are gone that should be there."""
         starts = {(p.topic, p.partition): p.offset for p in start if p.topic in self._topics}
         if not starts:
@@ -701,12 +703,12 @@ class KafkaTransactor:
     and the coordinator agree that it is over. A time of our own could end in between, with the two of two minds.
     """
 
-    def __init__(self, connection: Connection, codec: Codec, name: str, guard: Guard) -> None:
+    def __init__(self, connection: Connection, codec: Codec, name: str, guard: AccessGuard) -> None:
         self._connection = connection
         self._guard = guard
         self._name = name
         self._codec = codec
-        self._producer = self._initialised()
+        self._producer = self._initialise()
 
     def commit(self, events: Sequence[Event], reader: Reader) -> None:
         assert isinstance(reader, KafkaReader)
@@ -727,8 +729,8 @@ class KafkaTransactor:
         with suppress(KafkaException):  # of a producer that was fenced: commit has told, and that must be heard
             self._producer.flush(1.0)
 
-    def _initialised(self) -> Producer:
-        Questions(
+    def _initialise(self) -> Producer:
+        BrokerClient(
             self._connection
         ).require_known()  # else a wrong password would be tried for as long as the next call waits
         producer = Producer(self._settings())
@@ -739,7 +741,7 @@ class KafkaTransactor:
         return producer
 
     def _settings(self) -> dict[str, Any]:
-        return _producer_settings(self._connection, Refusals()) | {
+        return _producer_settings(self._connection, AuthenticationFailures()) | {
             "transactional.id": self._connection.name(self._name),
             "transaction.timeout.ms": int(_TRANSACTION_SECONDS * 1000),
             # a broker that starts says at first that there is none. Other clients must then begin anew, or they would never
@@ -764,9 +766,9 @@ class KafkaTransactor:
             self._producer.abort_transaction()
         except KafkaException as indefinite:
             self._raise_if_final(indefinite)  # a new producer would take the id back from whoever has it now
-            logger.warning("transaction.in_doubt", name=self._name, reason=str(indefinite))
+            logger.warning("transaction_in_doubt", transactional_id=self._name, reason=str(indefinite))
             # of a commit that timed out nobody knows the end: a new producer waits for it, or aborts what was open
-            self._producer = self._initialised()
+            self._producer = self._initialise()
             raise LogUnavailable(f"the transaction ended in doubt and was abandoned: {error}") from indefinite
         if isinstance(refusal, NotAllowed):
             raise refusal from error
@@ -832,7 +834,7 @@ def _require_before_end(
 
 def _partitions(connection: Connection, admin: AdminClient, topics: Sequence[str]) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
-    known = _asked(connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics").topics
+    known = _request(connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics").topics
     for topic in topics:
         name = connection.name(topic)
         # a broker that starts knows no topics, or no partitions of them, and a lag of nothing would be no lag
@@ -845,7 +847,7 @@ def _partitions(connection: Connection, admin: AdminClient, topics: Sequence[str
 def _raise_unknown(connection: Connection, admin: AdminClient, topic: str, known: Iterable[str]) -> NoReturn:
     """Topics that a program may not see are missing from the list; asked for by name, the broker says why."""
     name = connection.name(topic)
-    found = _asked(connection, lambda: admin.list_topics(name, timeout=ASK_SECONDS), f"ask for topic {name}").topics[
+    found = _request(connection, lambda: admin.list_topics(name, timeout=ASK_SECONDS), f"ask for topic {name}").topics[
         name
     ]
     if found.error is not None and isinstance(
@@ -870,7 +872,7 @@ def prefixes_of(topics: Iterable[str]) -> list[str]:
     return sorted(prefix for prefix in prefixes if all(prefix + topic.name in names for topic in TOPICS))
 
 
-def _asked[Answer](connection: Connection, question: Callable[[], Answer], doing: str) -> Answer:
+def _request[Result](connection: Connection, question: Callable[[], Result], doing: str) -> Result:
     """The broker's answer. Raises LogUnavailable or NotAllowed."""
     try:
         return question()
@@ -907,7 +909,7 @@ def _offsets(
             if time.monotonic() > until:
                 raise LogUnavailable(str(error)) from error
             time.sleep(0.5)
-            _asked(connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics")  # who leads now
+            _request(connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics")  # who leads now
 
 
 class _LeaderMoved(LogUnavailable):
@@ -922,7 +924,7 @@ def _offsets_now(
     for place, future in futures.items():
         doing = f"ask for the offsets of {place.topic}/{place.partition}"
         try:
-            answer = _asked(connection, partial(future.result, timeout=ASK_SECONDS), doing)
+            answer = _request(connection, partial(future.result, timeout=ASK_SECONDS), doing)
         except LogUnavailable as error:
             cause = error.__cause__
             if isinstance(cause, KafkaException) and cause.args[0].code() in _LEADER_ERRORS:

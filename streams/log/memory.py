@@ -14,7 +14,7 @@ from schemas.events import Address, Event, Position
 from schemas.ids import now_microseconds
 from schemas.topics import TOPICS, topic_of
 from streams.log.partitioner import partition_of
-from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread, beyond_end, delivered
+from streams.log.protocol import Delivery, GroupLag, RawMessage, Reader, UnreadMessages, beyond_end, decode_delivery
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +96,24 @@ class MemoryLog:
         pairs = zip(stored, addresses, strict=True)
         return [self.codec.decode(message.value, address.topic) for message, address in pairs]
 
-    def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
+    def group_lags(self, group: str, topics: Sequence[str]) -> dict[str, GroupLag]:
         with self._changed:
             places = self.partitions_of(topics)
             return {
-                topic: Standing(
+                topic: GroupLag(
                     committed=sum(self.committed(group, place) for place in places if place[0] == topic),
                     end=sum(len(self._partitions[place]) for place in places if place[0] == topic),
                 )
                 for topic in topics
             }
 
-    def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
+    def unread(self, group: str, topics: Sequence[str]) -> dict[str, UnreadMessages]:
         with self._changed:
             oldest: dict[str, list[int]] = {topic: [] for topic in topics}
             for place in self.partitions_of(topics):
                 for stored in self._partitions[place][self.committed(group, place) :][:1]:
                     oldest[place[0]].append(stored.timestamp_milliseconds)
-            return {topic: Unread(min(found, default=None)) for topic, found in oldest.items()}
+            return {topic: UnreadMessages(min(found, default=None)) for topic, found in oldest.items()}
 
     def messages(self, topics: Sequence[str], start: Sequence[Position] = ()) -> Iterator[RawMessage]:
         starts = {(position.topic, position.partition): position.offset for position in start}
@@ -210,7 +210,8 @@ class MemoryReader:
         unknown_ids: set[int] = set()  # all of it was on the log before the first question
         # before anything is passed: what cannot be judged now is fetched again
         deliveries = [
-            delivered(self._log.codec, address, stored.key, stored.value, unknown_ids) for address, stored in fetched
+            decode_delivery(self._log.codec, address, stored.key, stored.value, unknown_ids)
+            for address, stored in fetched
         ]
         for address, _ in fetched:
             self._next[address.topic, address.partition] = address.offset + 1

@@ -25,7 +25,7 @@ class Delivery(msgspec.Struct, frozen=True, gc=False):
     undecodable: str | None
 
 
-def delivered(
+def decode_delivery(
     codec: Codec, address: Address, key: bytes | None, value: bytes, unknown_ids: set[int] | None = None
 ) -> Delivery:
     """A message of the log, decoded if it can be; for unknown_ids see Codec.decode."""
@@ -92,7 +92,7 @@ class Transactor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class GroupLag:
     """How far a group has come on a topic, in messages over all partitions."""
 
     committed: int
@@ -104,7 +104,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadMessages:
     """What a group has not committed of a topic, as the broker's forgetting sees it."""
 
     oldest_milliseconds: int | None
@@ -160,10 +160,10 @@ class Log(Protocol):
     def count(self, topics: Sequence[str]) -> dict[str, int]:
         """Committed messages of each topic up to now, counted one by one."""
 
-    def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
+    def group_lags(self, group: str, topics: Sequence[str]) -> dict[str, GroupLag]:
         """How far the group has committed each topic."""
 
-    def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
+    def unread(self, group: str, topics: Sequence[str]) -> dict[str, UnreadMessages]:
         """How old the oldest message of each topic is that the group has not committed. Raises LogUnavailable."""
 
     def messages(self, topics: Sequence[str], start: Sequence[Position] = ()) -> Iterator[RawMessage]:

@@ -12,7 +12,7 @@ from streams.log.protocol import Log
 _EVENTS_MAX = 1000
 
 
-def fenced_or_taken_over(log: Log, run: Run, fenced: Fenced) -> Fenced:
+def fencing_error(log: Log, run: Run, fenced: Fenced) -> Fenced:
     """What to raise instead of `fenced`: TakenOver when topic runs tells of a newer start than this program's."""
     try:
         newest = newest_start(log, run)

@@ -23,7 +23,7 @@ def deviation(rewards: Sequence[float]) -> float:
     return math.sqrt(math.fsum((reward - centre) ** 2 for reward in rewards) / (len(rewards) - 1))
 
 
-def teaches_nothing(rewards: Sequence[float]) -> str | None:
+def drop_reason(rewards: Sequence[float]) -> str | None:
     """Why a group of these valid rewards is dropped, or None when it teaches something."""
     if len(rewards) < VALID_MEMBERS_MIN:
         return "too_few_valid"

@@ -21,7 +21,7 @@ _FORGOTTEN_HALF_LIVES = 12
 "what is older weighs less than 1/4096 and is left out"
 
 
-class Band(Struct, frozen=True, kw_only=True):
+class PassRateBand(Struct, frozen=True, kw_only=True):
     """The pass rates that practice aims at."""
 
     low: float = 0.1
@@ -63,7 +63,7 @@ class PassRates:
         successes, failures = self.successes_and_failures(family, version)
         return successes / (successes + failures)
 
-    def worth(self, family: str, version: int, band: Band) -> float:
+    def worth(self, family: str, version: int, band: PassRateBand) -> float:
         """Expected p(1 - p) under a beta distribution; never 0."""
         successes, failures = self.successes_and_failures(family, version)
         total = successes + failures
@@ -94,7 +94,7 @@ def family_of(tags: Mapping[str, str], names: tuple[str, ...]) -> str:
     return "/".join(f"{name}={tags.get(name, '')}" for name in names or tuple(sorted(tags)))
 
 
-def drawn(worths: Mapping[str, float], seed: int, number: int) -> str:
+def draw_family(worths: Mapping[str, float], seed: int, number: int) -> str:
     """The family of draw `number`: each in proportion to its worth, the same for the same seed. `worths` is not empty."""
     digest = hashlib.sha256(f"curriculum/{seed}/{number}".encode()).digest()
     place = int.from_bytes(digest[:8]) / 2**64 * sum(worths[family] for family in sorted(worths))

@@ -16,7 +16,7 @@ class TooManyRejects(ReplaygroundError):
     """The share of rejects passed its limit: the stage, not the messages, is probably wrong."""
 
 
-def rejected(run_id: str, stage: str, delivery: Delivery, reason: str, timestamp: int) -> EventRejected:
+def rejection(run_id: str, stage: str, delivery: Delivery, reason: str, timestamp: int) -> EventRejected:
     """The fact that `stage` refused a message. The same message refused again has the same id."""
     address = delivery.address
     return EventRejected(
@@ -37,10 +37,12 @@ def rejected(run_id: str, stage: str, delivery: Delivery, reason: str, timestamp
     )
 
 
-def given_up(run_id: str, stage: str, key: bytes, began_at: Address, reason: str, timestamp: int) -> EventRejected:
+def give_up_rejection(
+    run_id: str, stage: str, key: bytes, began_at: Address, reason: str, timestamp: int
+) -> EventRejected:
     """The fact that `stage` no longer waits for what belongs to a key. Its messages were taken, so none is repeated here."""
     delivery = Delivery(began_at, key, b"", None, reason)
-    return rejected(run_id, stage, delivery, reason, timestamp)
+    return rejection(run_id, stage, delivery, reason, timestamp)
 
 
 class RejectLimit:

@@ -64,9 +64,9 @@ def apply(state: RunState | None, event: Event) -> RunState | None:
     """The state after an event of the same run. Repeats and events of older starts change nothing."""
     match event:
         case RunStarted() if state is None:
-            return _started(event)
+            return _apply_started(event)
         case RunResumed() if state is not None and event.start > state.starts:
-            return _resumed(state, event)
+            return _apply_resumed(state, event)
         case RunEnded() if state is not None and event.start == state.starts and state.reason is None:
             return msgspec.structs.replace(
                 state, ended_at=event.meta.timestamp, reason=event.reason, detail=event.detail
@@ -84,7 +84,7 @@ def fold(events: Iterable[Event]) -> dict[str, RunState]:
     return states
 
 
-def _started(event: RunStarted) -> RunState:
+def _apply_started(event: RunStarted) -> RunState:
     module = _job_of(event.config).get("module")
     return RunState(
         run_id=event.meta.run_id,
@@ -103,7 +103,7 @@ def _started(event: RunStarted) -> RunState:
     )
 
 
-def _resumed(state: RunState, event: RunResumed) -> RunState:
+def _apply_resumed(state: RunState, event: RunResumed) -> RunState:
     return msgspec.structs.replace(
         state,
         started_by=event.started_by,

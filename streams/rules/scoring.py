@@ -40,7 +40,7 @@ SCORE_MAX = 1e9
 _REASON_CHARACTERS_MAX = 500
 
 
-def judged(trajectory: TrajectoryAssembled, name: str, scorers: Mapping[str, Scorer]) -> Score:
+def score_trajectory(trajectory: TrajectoryAssembled, name: str, scorers: Mapping[str, Scorer]) -> Score:
     """The judgement of the scorer of this name. Total: whatever cannot be judged is excluded with the reason, or its group
     would wait for a reward for ever.
 
@@ -50,14 +50,14 @@ def judged(trajectory: TrajectoryAssembled, name: str, scorers: Mapping[str, Sco
         return Score(score=0.0, excluded_because=trajectory.ended_by, evidence=trajectory.reason or "")
     if name not in scorers:
         known = ", ".join(sorted(scorers))
-        return _excluded(f"no scorer is called {name}; there are {known}")
+        return _exclude(f"no scorer is called {name}; there are {known}")
     try:
-        return _checked(scorers[name].score(trajectory))
+        return _check_score(scorers[name].score(trajectory))
     except (Exception, SystemExit) as error:
-        return _excluded(f"scorer failed: {_described(error)}")
+        return _exclude(f"scorer failed: {_describe_error(error)}")
 
 
-def _checked(score: object) -> Score:
+def _check_score(score: object) -> Score:
     """A score that can be written to the log and counted with. Raises TypeError, ValueError."""
     if not isinstance(score, Score):
         raise TypeError(f"it returned {type(score).__name__} instead of Score")
@@ -75,11 +75,11 @@ def _checked(score: object) -> Score:
     return checked
 
 
-def _excluded(reason: str) -> Score:
+def _exclude(reason: str) -> Score:
     return Score(score=0.0, excluded_because=reason.encode("utf-8", "backslashreplace").decode())
 
 
-def _described(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS_MAX]
     except Exception:  # an exception of somebody's own may not even be printable

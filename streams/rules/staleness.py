@@ -23,7 +23,7 @@ def staleness(training_version: int, oldest_sampled_version: int) -> int:
     return training_version - oldest_sampled_version
 
 
-def admitted(training_version: int, oldest_sampled_version: int | None, staleness_max: int) -> bool:
+def is_admitted(training_version: int, oldest_sampled_version: int | None, staleness_max: int) -> bool:
     """A trajectory that no versioned policy sampled is never trained on."""
     if oldest_sampled_version is None:
         return False

@@ -15,7 +15,7 @@ from consumers.vllm_admin import VllmAdmin
 from consumers.weights_files import WeightsFolder
 from schemas.blobs import Blobs
 from schemas.codec import Codec
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
 from streams.log.memory import MemoryLog
 
@@ -44,7 +44,7 @@ def vllm_url(vllm_blobs: Blobs, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
     def serve() -> None:
         try:
-            vllm_server.serve(model, settings, Pulse(), stop)
+            vllm_server.serve(model, settings, ProgramMetrics(), stop)
         except BaseException as error:
             failures.append(error)
 

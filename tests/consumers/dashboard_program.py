@@ -9,12 +9,12 @@ import threading
 
 from consumers.clickhouse.store import Store
 from consumers.config import TracesSettings
-from consumers.dashboard.web import Source, WebServer
+from consumers.dashboard.web import LogSource, WebServer
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.lag_watch import LagWatch
 from schemas.blobs import Blobs
 from schemas.codec import Codec
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
 from streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
@@ -30,8 +30,12 @@ def main() -> None:
     SyntheticRun(RUN, evaluation_tasks=20).append_to(log)
     settings = TracesSettings(dsn=f"chdb://{folder}/store", port=port, flush_seconds=0.1)
     store = Store(settings.dsn, settings.database, threads=1)
-    writer, lag, stop = TraceWriter(log, store, FIELD_RUN, settings, Pulse()), LagWatch(log, Pulse()), threading.Event()
-    web = WebServer(store, settings, Source(log, lag, writer))
+    writer, lag, stop = (
+        TraceWriter(log, store, FIELD_RUN, settings, ProgramMetrics()),
+        LagWatch(log, ProgramMetrics()),
+        threading.Event(),
+    )
+    web = WebServer(store, settings, LogSource(log, lag, writer))
     writing = threading.Thread(target=writer.write_until, args=(stop,))
     writing.start()
     web.start()

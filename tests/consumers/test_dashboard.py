@@ -13,11 +13,11 @@ from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 from consumers.clickhouse.store import Store
 from consumers.config import TracesSettings
-from consumers.dashboard.web import Source, WebServer
+from consumers.dashboard.web import LogSource, WebServer
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.lag_watch import LagWatch
 from schemas.errors import BadInput
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.topics import TOPICS
 from streams.log.memory import MemoryLog
 from tests.consumers.conftest import free_port
@@ -208,6 +208,6 @@ def test_another_name_for_this_machine_is_not_answered(address: str) -> None:
 
 def test_a_busy_port_is_said_in_one_line(address: str, memory_log: MemoryLog, store: Store) -> None:
     settings = TracesSettings(port=int(address.rsplit(":", 1)[1]))
-    writer = TraceWriter(memory_log, store, FIELD_RUN, settings, Pulse())
+    writer = TraceWriter(memory_log, store, FIELD_RUN, settings, ProgramMetrics())
     with pytest.raises(BadInput, match=r"port \d+ is in use"):
-        WebServer(store, settings, Source(memory_log, LagWatch(memory_log, Pulse()), writer))
+        WebServer(store, settings, LogSource(memory_log, LagWatch(memory_log, ProgramMetrics()), writer))

@@ -3,7 +3,7 @@
 import pytest
 
 from consumers.clickhouse.store import Store
-from consumers.reconcile import Compared, reconcile
+from consumers.reconcile import PartitionComparison, reconcile
 from streams.log.memory import MemoryLog
 from tests.consumers.test_traces import events, write_all
 
@@ -17,15 +17,15 @@ def filled(memory_log: MemoryLog, store: Store) -> MemoryLog:
     return memory_log
 
 
-def compared(log: MemoryLog, store: Store, repair: bool = False) -> list[Compared]:
+def compared(log: MemoryLog, store: Store, repair: bool = False) -> list[PartitionComparison]:
     return reconcile(log, store, lambda: None, repair)
 
 
-def disagreeing(places: list[Compared]) -> list[Compared]:
+def disagreeing(places: list[PartitionComparison]) -> list[PartitionComparison]:
     return [place for place in places if not place.agrees]
 
 
-def wrong(places: list[Compared]) -> list[Compared]:
+def wrong(places: list[PartitionComparison]) -> list[PartitionComparison]:
     return [place for place in places if place.missing or place.surplus or place.differing or not place.agrees]
 
 

@@ -16,7 +16,7 @@ from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.events import ControlIssued, Meta, Probe, WeightsLoaded
 from schemas.ids import new_id, now_microseconds
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.packed import pack_logprobs, unpack_logprobs
 from schemas.registry import MemoryRegistry
 from schemas.run import JobSettings, LogSettings, Run
@@ -25,12 +25,12 @@ from tests.consumers.tiny_llama import published
 
 
 @contextmanager
-def reloading(log: MemoryLog, run: Run, settings: ReloaderSettings) -> Iterator[Pulse]:
-    stop, pulse = threading.Event(), Pulse()
-    thread = threading.Thread(target=weights_to_vllm.serve, args=(log, run, settings, pulse, stop))
+def reloading(log: MemoryLog, run: Run, settings: ReloaderSettings) -> Iterator[ProgramMetrics]:
+    stop, program_metrics = threading.Event(), ProgramMetrics()
+    thread = threading.Thread(target=weights_to_vllm.serve, args=(log, run, settings, program_metrics, stop))
     thread.start()
     try:
-        yield pulse
+        yield program_metrics
     finally:
         stop.set()
         thread.join(timeout=30)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from consumers.clickhouse.rows import UNDECODABLE, encoded, event_row, undecodable_row
+from consumers.clickhouse.rows import UNDECODABLE, encode_rows, event_row, undecodable_row
 from schemas.events import EVENTS, Address, AgentMessaged, Event, Meta, SnapshotTaken
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
@@ -32,7 +32,7 @@ def test_an_event_can_be_made_again_from_its_row() -> None:
     for offset, event in enumerate(one_of_each()):
         if isinstance(event, SnapshotTaken):
             continue  # its row has no state
-        line = encoded([event_row(Address(event.meta.topic, 3, offset), event)])
+        line = encode_rows([event_row(Address(event.meta.topic, 3, offset), event)])
         row = msgspec.json.decode(line)
         assert (row["topic"], row["partition"], row["offset"]) == (event.meta.topic, 3, offset)
         meta = {field: row[field] for field in Meta.__struct_fields__}
@@ -43,7 +43,7 @@ def test_an_event_can_be_made_again_from_its_row() -> None:
 def test_the_same_event_gives_the_same_bytes() -> None:
     for event in one_of_each():
         address = Address(event.meta.topic, 0, 7)
-        assert encoded([event_row(address, event)]) == encoded([event_row(address, event)])
+        assert encode_rows([event_row(address, event)]) == encode_rows([event_row(address, event)])
 
 
 def test_figures_that_are_asked_for_all_the_time_have_columns() -> None:
@@ -57,7 +57,7 @@ def test_figures_that_are_asked_for_all_the_time_have_columns() -> None:
 
 def test_a_snapshot_has_a_row_without_its_state() -> None:
     (event,) = [event for event in one_of_each() if isinstance(event, SnapshotTaken)]
-    row = msgspec.json.decode(encoded([event_row(Address("snapshots", 0, 0), event)]))
+    row = msgspec.json.decode(encode_rows([event_row(Address("snapshots", 0, 0), event)]))
     positions = [{"topic": "tasks", "partition": 0, "offset": 7}]
     assert row["body"] == {
         "program": "scheduler",
@@ -68,6 +68,6 @@ def test_a_snapshot_has_a_row_without_its_state() -> None:
 
 
 def test_a_message_that_is_no_event_has_a_row_with_all_its_bytes() -> None:
-    row = msgspec.json.decode(encoded([undecodable_row(Address("tasks", 1, 2), b"k", b"\xff\x00", "no header")]))
+    row = msgspec.json.decode(encode_rows([undecodable_row(Address("tasks", 1, 2), b"k", b"\xff\x00", "no header")]))
     assert (row["type"], row["topic"], row["partition"], row["offset"]) == (UNDECODABLE, "tasks", 1, 2)
     assert row["body"] == {"reason": "no header", "key": "aw==", "value": "/wA="}

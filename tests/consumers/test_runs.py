@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from consumers.clickhouse.answers import Answers
+from consumers.clickhouse.query_cache import QueryCache
 from consumers.clickhouse.store import Store
 from consumers.reconcile import Scope, reconcile
 from consumers.reports.overview import _thinned, overview
 from consumers.reports.runs import Runs, UnknownRun, job_of
-from consumers.reports.summary import counted, summary
+from consumers.reports.summary import count_rows, summary
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import BadInput
@@ -39,7 +39,7 @@ class Field:
     events: dict[str, list[Event]]
 
     def state(self, run_id: str) -> RunState:
-        return Runs(Answers(self.store)).find(run_id)
+        return Runs(QueryCache(self.store)).find(run_id)
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +56,22 @@ def field(chdb_dsn: str, tmp_path_factory: pytest.TempPathFactory) -> Field:
 
 
 def test_runs_are_listed_with_their_states_newest_first(field: Field) -> None:
-    runs = Runs(Answers(field.store))
-    listed = runs.listed(LATER)
+    runs = Runs(QueryCache(field.store))
+    listed = runs.list_runs(LATER)
     assert [(run.run_id, run.state, run.steps, run.steps_target) for run in listed] == [
         ("new", "finished", 2, 2),
         ("gone", "lost", 1, 1),
         ("old", "failed", 3, 3),
     ]
     assert [run.version for run in listed] == [2, 2, 4]
-    assert listed == runs.listed(LATER), "the second look rests on what is kept"
-    at_its_end = next(run for run in runs.listed(BEGAN + 10 * MINUTE + 1_000_000) if run.run_id == "gone")
+    assert listed == runs.list_runs(LATER), "the second look rests on what is kept"
+    at_its_end = next(run for run in runs.list_runs(BEGAN + 10 * MINUTE + 1_000_000) if run.run_id == "gone")
     assert at_its_end.state == "running"
 
 
 def test_the_list_agrees_with_the_overview_of_each_run(field: Field) -> None:
-    answers = Answers(field.store)
-    for run in Runs(answers).listed(LATER):
+    answers = QueryCache(field.store)
+    for run in Runs(answers).list_runs(LATER):
         view = overview(answers, field.state(run.run_id), {}, LATER)
         assert (view.state, view.steps, view.reward_mean) == (run.state, run.steps, run.reward_mean)
         sampled = [e for e in view.heldout_pass_at_1 if e.kind == "sampled" and e.complete]
@@ -80,15 +80,15 @@ def test_the_list_agrees_with_the_overview_of_each_run(field: Field) -> None:
 
 
 def test_the_newest_run_is_the_default_and_an_unknown_one_is_told(field: Field) -> None:
-    runs = Runs(Answers(field.store))
+    runs = Runs(QueryCache(field.store))
     assert runs.find(None).run_id == "new"
     with pytest.raises(UnknownRun, match="there is no run olt here; the nearest are old"):
         runs.find("olt")
 
 
 def test_a_field_without_runs_says_so(store: Store) -> None:
-    runs = Runs(Answers(store))
-    assert runs.listed(LATER) == []
+    runs = Runs(QueryCache(store))
+    assert runs.list_runs(LATER) == []
     with pytest.raises(UnknownRun, match="no run on this field yet"):
         runs.find(None)
 
@@ -132,7 +132,7 @@ def test_what_came_before_a_run_is_neither_counted_nor_read(field: Field, monkey
 
     monkeypatch.setattr(field.log.codec, "decode", decode)
     start = field.state("new").positions
-    assert counted(field.store, field.log, start) == (len(field.events["new"]),) * 2
+    assert count_rows(field.store, field.log, start) == (len(field.events["new"]),) * 2
 
 
 def test_a_run_is_compared_alone(field: Field) -> None:
@@ -158,7 +158,7 @@ def test_workers_of_one_name_are_kept_apart_by_run(memory_log: MemoryLog, store:
         meta = Meta(id=run_id, run_id=run_id, category="c", topic="control", sender="rollouts", timestamp=LATER)
         memory_log.append(WorkerSeen(meta=meta, worker="rollouts", role="rollouts", load={"running": running}))
     write_all(memory_log, store)
-    answers = Answers(store)
+    answers = QueryCache(store)
     views = [overview(answers, Runs(answers).find(run_id), {}, LATER) for run_id in ("one", "two")]
     assert [view.rollouts_running for view in views] == [7, 11]
     assert [[program.worker for program in view.programs] for view in views] == [["rollouts"], ["rollouts"]]
@@ -172,7 +172,7 @@ def endless(run: Run) -> RunState:
 
 
 def test_a_run_without_a_last_step_is_finished_when_the_log_says_so(field: Field) -> None:
-    answers, run = Answers(field.store), endless(GONE)
+    answers, run = QueryCache(field.store), endless(GONE)
     heard = BEGAN + 10 * MINUTE
     view = overview(answers, run, {}, heard)
     assert (view.steps, view.steps_target, view.finished, view.phase) == (1, 0, False, "training")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from consumers.clickhouse.answers import Answers
+from consumers.clickhouse.query_cache import QueryCache
 from consumers.clickhouse.store import Store
 from consumers.reports.overview import overview
 from consumers.reports.report import report, utterance_html
@@ -100,7 +100,7 @@ def test_busy_shares_are_of_the_training_phase(written: Written) -> None:
 
 
 def test_the_overview_knows_that_the_run_is_over(written: Written) -> None:
-    view = overview(Answers(written.store), STATE, {"cut": 3}, written.now + 60_000_000)
+    view = overview(QueryCache(written.store), STATE, {"cut": 3}, written.now + 60_000_000)
     assert view.finished
     assert view.phase == "finished"
     assert (view.steps, view.steps_target, view.demonstrations) == (12, 12, 10)
@@ -125,7 +125,7 @@ def test_phases_follow_each_other(share: float, phase: str, memory_log: MemoryLo
         memory_log.append(event)
     write_all(memory_log, store)
     active = SyntheticRun(RUN, evaluation_tasks=20, ended=None).state()
-    assert overview(Answers(store), active, {}, made.now).phase == phase
+    assert overview(QueryCache(store), active, {}, made.now).phase == phase
 
 
 def test_the_report_is_one_file_without_scripts_or_addresses(written: Written) -> None:

@@ -3,7 +3,7 @@
 import msgspec
 
 from consumers.weights_files import digest_of
-from consumers.weights_to_vllm import VERSIONS_KEPT, Following, Hold, Targets, advanced
+from consumers.weights_to_vllm import VERSIONS_KEPT, Hold, TargetReader, Targets, advance
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.events import Command, ControlIssued, Event, Meta, Probe, WeightsFile, WeightsLoaded, WeightsPublished
@@ -29,14 +29,14 @@ def control(command: Command, version: int, session: str | None = None) -> Contr
     return ControlIssued(meta=meta(session), command=command, version=version, requested_by="test", reason="")
 
 
-def loaded(version: int) -> WeightsLoaded:
+def report_loaded(version: int) -> WeightsLoaded:
     return WeightsLoaded(meta=meta(), server="s", version=version, digest="", probe_gap=0.0, seconds=0.0, refusal=None)
 
 
 def after(*events: Event) -> Targets:
     targets = Targets()
     for event in events:
-        targets = advanced(targets, event)
+        targets = advance(targets, event)
     return targets
 
 
@@ -66,7 +66,7 @@ def test_each_session_lets_go_of_its_own_hold() -> None:
 
 
 def test_versions_that_were_passed_over_are_tried_on_the_way() -> None:
-    targets = after(*(published(version) for version in range(6)), loaded(0), loaded(3))
+    targets = after(*(published(version) for version in range(6)), report_loaded(0), report_loaded(3))
     assert [one.version for one in targets.skipped("s", 8)] == [1, 2, 4]
     assert [one.version for one in targets.skipped("s", 2)] == [2, 4]
     assert [one.version for one in targets.skipped("another", 8)] == [0, 1, 2, 3, 4]
@@ -76,7 +76,7 @@ def history(versions: int) -> list[Event]:
     """Every version is published, tried and sometimes held for a while."""
     events: list[Event] = []
     for version in range(versions):
-        events += [published(version), loaded(version)]
+        events += [published(version), report_loaded(version)]
         if version % 7 == 0:
             events.append(control("hold", version, f"e{version}"))
         if version % 7 == 3 and version > 7:
@@ -97,12 +97,12 @@ def test_a_snapshot_and_what_came_after_it_are_the_whole_fold() -> None:
     for cut in range(len(events)):
         taken = msgspec.msgpack.decode(msgspec.msgpack.encode(after(*events[:cut])), type=Targets)
         for event in events[cut:]:
-            taken = advanced(taken, event)
+            taken = advance(taken, event)
         assert taken == after(*events)
 
 
-def following(log: MemoryLog) -> Following:
-    found = Following(log, RUN, VERSIONS_KEPT)
+def following(log: MemoryLog) -> TargetReader:
+    found = TargetReader(log, RUN, VERSIONS_KEPT)
     while not found.is_caught_up():
         found.read(0.0)
     return found

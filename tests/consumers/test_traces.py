@@ -15,10 +15,10 @@ from consumers.clickhouse.rows import Row, event_row
 from consumers.clickhouse.store import Store, StoreFailed
 from consumers.config import TracesSettings
 from consumers.events_to_clickhouse import TraceWriter
-from consumers.reports.summary import counted
+from consumers.reports.summary import count_rows
 from schemas.errors import BadInput
 from schemas.events import Address, Event, EventRejected
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.topics import TOPICS
 from streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
@@ -35,7 +35,7 @@ def events() -> list[Event]:
 
 def write_all(log: MemoryLog, store: Store, settings: TracesSettings = SETTINGS) -> None:
     """Runs the writer until it has caught up, then stops it."""
-    writer, stop = TraceWriter(log, store, FIELD_RUN, settings, Pulse()), threading.Event()
+    writer, stop = TraceWriter(log, store, FIELD_RUN, settings, ProgramMetrics()), threading.Event()
     failures: list[BaseException] = []
 
     def write() -> None:
@@ -61,7 +61,7 @@ def test_the_store_equals_the_log(memory_log: MemoryLog, store: Store) -> None:
     for event in written:
         memory_log.append(event)
     write_all(memory_log, store)
-    assert counted(store, memory_log) == (len(written), len(written))
+    assert count_rows(store, memory_log) == (len(written), len(written))
     assert {row[0] for row in store.ask("SELECT id FROM events").rows} == {event.meta.id for event in written}
 
 
@@ -87,11 +87,11 @@ def test_what_was_inserted_but_not_committed_is_passed_over(memory_log: MemoryLo
     for event in written[: len(written) // 2]:
         memory_log.append(event)
     reader = memory_log.reader(NAMES, group="traces")
-    TraceWriter(memory_log, store, FIELD_RUN, SETTINGS, Pulse()).insert(reader.poll(1000, 0))  # and no commit
+    TraceWriter(memory_log, store, FIELD_RUN, SETTINGS, ProgramMetrics()).insert(reader.poll(1000, 0))  # and no commit
     for event in written[len(written) // 2 :]:
         memory_log.append(event)
     write_all(memory_log, store)
-    assert counted(store, memory_log) == (len(written), len(written))
+    assert count_rows(store, memory_log) == (len(written), len(written))
 
 
 def test_what_is_delivered_again_before_it_was_inserted_is_one_row(memory_log: MemoryLog, store: Store) -> None:
@@ -99,8 +99,8 @@ def test_what_is_delivered_again_before_it_was_inserted_is_one_row(memory_log: M
     for event in events():
         memory_log.append(event)
     delivered = memory_log.reader(NAMES).poll(1000, 0)
-    TraceWriter(memory_log, store, FIELD_RUN, SETTINGS, Pulse()).insert([*delivered, *delivered[3:]])
-    assert counted(store, memory_log) == (len(delivered), len(delivered))
+    TraceWriter(memory_log, store, FIELD_RUN, SETTINGS, ProgramMetrics()).insert([*delivered, *delivered[3:]])
+    assert count_rows(store, memory_log) == (len(delivered), len(delivered))
 
 
 def test_a_batch_is_bounded_by_its_bytes_too(
@@ -117,7 +117,7 @@ def test_a_batch_is_bounded_by_its_bytes_too(
 
     monkeypatch.setattr(store, "insert", counting)
     write_all(memory_log, store, TracesSettings(flush_seconds=2.0, batch_bytes_max=100_000))
-    assert counted(store, memory_log) == (600, 600)
+    assert count_rows(store, memory_log) == (600, 600)
     assert max(rows_inserted) <= 250, "more was gathered after the bytes of a batch were reached"
 
 
@@ -152,7 +152,7 @@ def test_a_log_that_lost_its_end_is_refused(memory_log: MemoryLog, store: Store)
 
 def test_it_waits_for_a_log_that_says_nothing(memory_log: MemoryLog, store: Store) -> None:
     write_all(memory_log, store)
-    assert counted(store, memory_log) == (0, 0)
+    assert count_rows(store, memory_log) == (0, 0)
 
 
 def test_a_store_that_was_removed_is_filled_again(memory_log: MemoryLog, store: Store, chdb_dsn: str) -> None:
@@ -162,7 +162,7 @@ def test_a_store_that_was_removed_is_filled_again(memory_log: MemoryLog, store: 
     write_all(memory_log, store)
     another = Store(chdb_dsn, "another", threads=1)
     write_all(memory_log, another)
-    assert counted(another, memory_log) == (len(written), len(written))
+    assert count_rows(another, memory_log) == (len(written), len(written))
     another.close()
 
 

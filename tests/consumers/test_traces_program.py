@@ -22,15 +22,15 @@ import signal, sys, threading
 import msgspec
 from consumers.config import TracesSettings
 from consumers.events_to_clickhouse import run
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
-run(msgspec.json.decode(sys.argv[1], type=Run), msgspec.json.decode(sys.argv[2], type=TracesSettings), Pulse(), stop)
+run(msgspec.json.decode(sys.argv[1], type=Run), msgspec.json.decode(sys.argv[2], type=TracesSettings), ProgramMetrics(), stop)
 """
 
 
-def started(run: Run, settings: TracesSettings) -> subprocess.Popen[bytes]:
+def started_event(run: Run, settings: TracesSettings) -> subprocess.Popen[bytes]:
     arguments = [msgspec.json.encode(run).decode(), msgspec.json.encode(settings).decode()]
     return subprocess.Popen([sys.executable, "-c", _PROGRAM, *arguments])
 
@@ -56,12 +56,12 @@ def test_a_killed_program_goes_on_and_the_store_equals_the_log(kafka_run: Run, t
     for event in events[: len(events) // 2]:
         log.append(event)
     log.flush()
-    program = started(field, settings)
+    program = started_event(field, settings)
     try:
         assert asked("POST", f"{url}/sql")["error"]  # it is up; killed now, it is in the middle of its first rows
         program.send_signal(signal.SIGKILL)
         program.wait()
-        program = started(field, settings)
+        program = started_event(field, settings)
         for event in events[len(events) // 2 :]:
             log.append(event)
         log.flush()
@@ -87,7 +87,7 @@ def without_log(field: Run, settings: TracesSettings, events: int) -> None:
     nowhere = LogSettings(bootstrap_servers="127.0.0.1:1", registry_url="http://127.0.0.1:1")
     settings = msgspec.structs.replace(settings, follow=False)
     url = f"http://127.0.0.1:{settings.port}/api"
-    program = started(msgspec.structs.replace(field, log=nowhere), settings)
+    program = started_event(msgspec.structs.replace(field, log=nowhere), settings)
     try:
         view = asked("GET", f"{url}/overview?run=traces-program")
         assert (view["state"], sum(view["events"].values())) == ("finished", events)
@@ -102,7 +102,7 @@ def without_log(field: Run, settings: TracesSettings, events: int) -> None:
 
 def refilled(field: Run, settings: TracesSettings, events: int) -> None:
     """A store that is empty is filled from the beginning, although the group has read everything."""
-    program = started(field, settings)
+    program = started_event(field, settings)
     try:
         url = f"http://127.0.0.1:{settings.port}/api"
         asked("GET", f"{url}/runs")

@@ -85,7 +85,7 @@ def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
 
 
 def stored_of(blobs: Blobs) -> dict[str | None, StoredBlob]:
-    return {blob.sha256: blob for blob in blobs.stored()}
+    return {blob.sha256: blob for blob in blobs.list_stored()}
 
 
 def damage(blobs: Blobs, sha256: str, data: bytes) -> None:
@@ -103,7 +103,7 @@ def test_what_was_put_is_got_by_its_digest(blobs: Blobs, data: bytes) -> None:
 
 def test_the_same_data_is_one_blob(blobs: Blobs) -> None:
     assert blobs.put(b"the same") == blobs.put(b"the same")
-    assert [blob.size_bytes for blob in blobs.stored()] == [8]
+    assert [blob.size_bytes for blob in blobs.list_stored()] == [8]
 
 
 def test_putting_again_makes_a_blob_young_again(blobs: Blobs) -> None:
@@ -165,7 +165,7 @@ def test_files_and_streams_are_blobs_as_any_other(blobs: Blobs, tmp_path: Path, 
     blobs.get_to_file(stored.uri, stored.sha256, tmp_path / "taken")
     assert (tmp_path / "taken").read_bytes() == data
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["given", "taken"]
-    assert [blob.sha256 for blob in blobs.stored()] == [stored.sha256]
+    assert [blob.sha256 for blob in blobs.list_stored()] == [stored.sha256]
 
 
 def test_a_stream_that_breaks_leaves_no_blob(blobs: Blobs) -> None:
@@ -176,7 +176,7 @@ def test_a_stream_that_breaks_leaves_no_blob(blobs: Blobs) -> None:
 
     with pytest.raises(ConnectionResetError, match="the source is gone"):
         blobs.put_stream(broken())
-    assert list(blobs.stored()) == []
+    assert list(blobs.list_stored()) == []
 
 
 @pytest.mark.parametrize("found", [b"", b"wh", b"wh0le", b"whole and more", None], ids=repr)
@@ -211,7 +211,7 @@ def test_a_file_that_changes_while_it_is_stored_is_not_stored_under_the_old_name
     monkeypatch.setattr(blobs._own, "upload", changed_before)
     with pytest.raises(BlobDamaged, match="changed while it was stored"):
         blobs.put_file(tmp_path / "file")
-    assert list(blobs.stored()) == []
+    assert list(blobs.list_stored()) == []
 
 
 _MEMORY_CODE = """
@@ -327,7 +327,7 @@ def test_a_spilled_event_goes_through_the_store_and_a_lost_one_names_its_blob(bl
     event = large_observation()
     data = codec.encode(event)
     assert codec.decode(data, "messages") == event
-    (blob,) = blobs.stored()
+    (blob,) = blobs.list_stored()
     assert blob.sha256 is not None
     damage(blobs, blob.sha256, b"something else")
     with pytest.raises(Undecodable, match=f"{blob.sha256} is not the one it was named by"):
@@ -374,12 +374,12 @@ def test_what_an_interrupted_write_left_is_listed_as_nothing_that_can_be_named(t
     _, sha256 = blobs.put(b"whole")
     (tmp_path / sha256[:2] / f"{sha256}#1").write_bytes(b"wh")
     (tmp_path / "unfinished" / "0a1b#1").write_bytes(b"wh")
-    assert sorted(blob.path for blob in blobs.stored()) == sorted(
+    assert sorted(blob.path for blob in blobs.list_stored()) == sorted(
         [f"{sha256[:2]}/{sha256}", f"{sha256[:2]}/{sha256}#1", "unfinished/0a1b#1"]
     )
-    for blob in [blob for blob in blobs.stored() if blob.sha256 is None]:
+    for blob in [blob for blob in blobs.list_stored() if blob.sha256 is None]:
         blobs.remove(blob)
-    assert {blob.sha256 for blob in blobs.stored()} == {sha256}
+    assert {blob.sha256 for blob in blobs.list_stored()} == {sha256}
 
 
 @pytest.mark.usefixtures("s3_environment")

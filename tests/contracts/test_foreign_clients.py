@@ -25,7 +25,7 @@ from schemas.run import Run
 from schemas.topics import TOPICS
 from streams.log.connect import open_log
 from streams.log.protocol import Delivery
-from streams.rules.dead_letter import rejected
+from streams.rules.dead_letter import rejection
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
 
@@ -35,7 +35,7 @@ def written(kafka_run: Run) -> list[Event]:
     run = msgspec.structs.replace(run_of(steps=1, demonstrations=2), run_id=f"foreign-{uuid.uuid4().hex[:8]}")
     events = [*SyntheticRun(run, evaluation_tasks=2).events()]
     refused = Delivery(Address("messages", 0, 0), b"key", b"value", None, "a reason")
-    events.append(rejected(run.run_id, "assemble", refused, "a reason", 7))
+    events.append(rejection(run.run_id, "assemble", refused, "a reason", 7))
     log = open_log(kafka_run)
     for event in events:
         log.append(event)

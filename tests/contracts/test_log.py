@@ -25,7 +25,7 @@ from streams.hops.groups_to_batches import CutGroups
 from streams.log.connect import open_log
 from streams.log.kafka import KafkaLog
 from streams.log.memory import MemoryLog
-from streams.log.protocol import Delivery, Log, Reader, Unread
+from streams.log.protocol import Delivery, Log, Reader, UnreadMessages
 from tests.flow.synthetic import groups, rollout
 
 OpenLog = Callable[[], Log]
@@ -156,18 +156,18 @@ def test_lag_is_what_a_group_has_not_committed(opened: OpenLog, run_id: str) -> 
     drained(reader, run_id)
     reader.commit()
     written = appended(log, run_id, count=2)
-    lag = log.standing(group, ["messages"])["messages"].lag
+    lag = log.group_lags(group, ["messages"])["messages"].lag
     drained(reader, run_id)
     reader.commit()
     reader.close()
     assert lag >= len(written)
-    assert log.standing(group, ["messages"])["messages"].lag == 0
+    assert log.group_lags(group, ["messages"])["messages"].lag == 0
 
 
 def test_a_topic_that_is_not_known_has_no_lag_that_could_be_told(opened: OpenLog, run_id: str) -> None:
     """A broker that starts knows no topics: a lag of 0 would say that all is read."""
     with pytest.raises(LogUnavailable, match="does not know topic"):
-        opened().standing(f"group-{run_id}", ["messages", "no-such-topic"])
+        opened().group_lags(f"group-{run_id}", ["messages", "no-such-topic"])
 
 
 def test_a_transaction_shows_events_and_positions_together(opened: OpenLog, run_id: str) -> None:
@@ -291,7 +291,7 @@ def test_unread_is_as_old_as_the_oldest_message_that_is_not_committed(opened: Op
     reader = opened().reader(["messages"], group)
     drained(reader, run_id)
     reader.commit()
-    assert log.unread(group, ["messages"])["messages"] == Unread(None)
+    assert log.unread(group, ["messages"])["messages"] == UnreadMessages(None)
     before = time.time_ns() // 1_000_000
     appended(log, run_id, count=2)
     after = time.time_ns() // 1_000_000
@@ -542,6 +542,6 @@ def test_messages_can_be_read_from_somewhere_on(opened: OpenLog, run_id: str) ->
 def test_asking_about_many_groups_keeps_few_connections(kafka_run: Run, run_id: str) -> None:
     log = open_log(kafka_run)
     for number in range(40):
-        assert log.standing(f"asked-{run_id}-{number}", ["steps"])["steps"].committed == 0
+        assert log.group_lags(f"asked-{run_id}-{number}", ["steps"])["steps"].committed == 0
     assert len(log._askers) <= 32
     log.close()

@@ -14,7 +14,7 @@ from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import BadInput, LogBroken
 from schemas.events import Address, Event, Position
-from schemas.programs import Undeclared
+from schemas.programs import UndeclaredAccess
 from schemas.registry import MemoryRegistry
 from schemas.run import Run
 from schemas.topics import TOPICS
@@ -84,7 +84,7 @@ def _message() -> Event:
     ],
 )
 def test_what_is_not_declared_is_refused(use: Callable[[KafkaLog], object], kafka_run: Run, opened: Opened) -> None:
-    with pytest.raises(Undeclared, match=r"program cut: .*schemas\.programs"):
+    with pytest.raises(UndeclaredAccess, match=r"program cut: .*schemas\.programs"):
         use(opened(as_program(kafka_run, "cut")))
 
 
@@ -93,7 +93,7 @@ def test_a_transaction_writes_what_is_declared(kafka_run: Run, opened: Opened) -
     log = opened(run)
     reader = log.reader(["groups"], f"cut-{run.run_id}", alone=True)
     transactor = log.transactor(f"cut-{run.run_id}")
-    with pytest.raises(Undeclared, match="program cut: write RolloutStarted"):
+    with pytest.raises(UndeclaredAccess, match="program cut: write RolloutStarted"):
         transactor.commit([_message()], reader)
     reader.close()
 
@@ -128,8 +128,8 @@ def test_two_prefixes_do_not_see_each_other(kafka_run: Run, tenant: Run, opened:
         reader.poll(1000, 1.0)
     reader.commit()
     reader.close()
-    assert log.standing(f"group-{run_id}", ["messages"])["messages"].lag == 0
-    assert opened(kafka_run).standing(f"group-{run_id}", ["messages"])["messages"].committed == 0
+    assert log.group_lags(f"group-{run_id}", ["messages"])["messages"].lag == 0
+    assert opened(kafka_run).group_lags(f"group-{run_id}", ["messages"])["messages"].committed == 0
 
 
 def test_addresses_and_positions_have_no_prefix(tenant: Run, opened: Opened) -> None:
@@ -191,7 +191,7 @@ def test_streams_and_cut_work_with_a_prefix(tenant: Run, opened: Opened, tmp_pat
         ends = [program.ended() for program in programs]
     assert ends == ["exit code 0"] * 2
     assert len(found) == 1
-    assert log.standing(f"streams-{run.run_id}", ["messages"])["messages"].lag == 0
+    assert log.group_lags(f"streams-{run.run_id}", ["messages"])["messages"].lag == 0
     topics = AdminClient({"bootstrap.servers": tenant.log.bootstrap_servers}).list_topics(timeout=20).topics
     assert f"tenant-streams-{run.run_id}-assemble-state-changelog" in topics
 

@@ -68,7 +68,8 @@ def _read(log: KafkaLog, access: Access, run_id: str) -> None:
         reader.close()
         until = time.monotonic() + 30  # positions of a transaction are there a moment after its commit
         while any(
-            standing.committed == 0 < standing.end for standing in log.standing(group, list(access.consumes)).values()
+            group_lags.committed == 0 < group_lags.end
+            for group_lags in log.group_lags(group, list(access.consumes)).values()
         ):
             assert time.monotonic() < until, f"{group} has no positions"
 

@@ -4,11 +4,11 @@ import threading
 from typing import Any
 
 from schemas.errors import BadInput, TakenOver
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 
 
-def run(run: Run, settings: Any, pulse: Pulse, stop: threading.Event) -> None:
+def run(run: Run, settings: Any, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     if run.worker == "crashes":
         raise ValueError("something unexpected")
     if run.worker == "refuses":
@@ -16,10 +16,10 @@ def run(run: Run, settings: Any, pulse: Pulse, stop: threading.Event) -> None:
     if run.worker == "gives-way":
         raise TakenOver("start 0 of run serve was taken over by start 1")
     if run.worker == "finishes":
-        pulse.count("events_read", 3)
+        program_metrics.count("events_read", 3)
         return
-    pulse.count("events_read", 7)
-    pulse.gauge("lag", 5 if run.worker in ("stalls", "hangs") else 0)
-    pulse.detail = "waiting to be stopped"
+    program_metrics.count("events_read", 7)
+    program_metrics.gauge("lag", 5 if run.worker in ("stalls", "hangs") else 0)
+    program_metrics.detail = "waiting to be stopped"
     stop.wait()
-    pulse.count("events_written", 1)
+    program_metrics.count("events_written", 1)

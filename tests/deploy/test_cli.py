@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.folder import FieldFolder, is_locked, locked
-from deploy.operate.tail import Wanted, tail
+from deploy.local.folder import FieldFolder, hold_lock, is_locked
+from deploy.operate.tail import EventFilter, tail
 from deploy.resolve import load
+from deploy.run_lifecycle import log_of
 from deploy.runs import list_runs
-from deploy.session import log_of
 from schemas.blobs import Blobs
 from tests.deploy.test_supervisor import eventually, members
 
@@ -106,7 +106,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: tuple[
 
 
 def test_a_second_start_of_the_field_is_refused(tmp_path: Path) -> None:
-    with locked(tmp_path / "field", ""):
+    with hold_lock(tmp_path / "field", ""):
         result = called(tmp_path, "up")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("the field in field is running already")
@@ -171,7 +171,7 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FieldFolder]:
 def facts(field: FieldFolder) -> list[tuple[str, int]]:
     """Every fact about runs on the log: RunStarted, RunResumed, or why a start ended, with its number."""
     with log_of(load(field)) as log:
-        deliveries = tail(log, ["runs"], Wanted(), None, lambda: False)
+        deliveries = tail(log, ["runs"], EventFilter(), None, lambda: False)
         return [(getattr(d.event, "reason", type(d.event).__name__), getattr(d.event, "start", 0)) for d in deliveries]
 
 
@@ -338,13 +338,13 @@ def assert_blobs_are_swept(tmp_path: Path, folder: Path) -> None:
     _, old = blobs.put(b"old")
     os.utime(folder / old[:2] / old, (time.time() - 48 * 3600,) * 2)
     _, young = blobs.put(b"young")
-    stored = len(list(blobs.stored()))
+    stored = len(list(blobs.list_stored()))
     shown = called(tmp_path, "blobs", "sweep", "--dry-run")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert f"{old[:2]}/{old}  3 bytes" in shown.stdout
     assert f"1 of {stored} blobs would be removed, 3 bytes" in shown.stdout
     assert f"1 of {stored} blobs removed, 3 bytes" in called(tmp_path, "blobs", "sweep").stdout
-    left = {blob.sha256 for blob in blobs.stored()}
+    left = {blob.sha256 for blob in blobs.list_stored()}
     assert young in left
     assert old not in left
     assert called(tmp_path, "blobs", "sweep", "--grace-hours", "0").returncode == 2

@@ -10,8 +10,8 @@ from deploy.local.folder import (
     create_field_folder,
     create_run_folder,
     field_folder,
+    hold_lock,
     is_locked,
-    locked,
     old_runs,
     point_latest_at,
     require_disk,
@@ -80,7 +80,7 @@ def test_runs_are_listed_newest_first(field: FieldFolder) -> None:
     assert [folder.run_id for folder in field.run_folders()] == ["20260102-b", "20260101-a"]
     assert field.latest_run().run_id == "20260102-b"
     assert field.running() == []
-    with locked(field.run("20260101-a").path, ""):
+    with hold_lock(field.run("20260101-a").path, ""):
         assert [folder.run_id for folder in field.running()] == ["20260101-a"]
 
 
@@ -91,9 +91,9 @@ def test_no_run_yet_is_told(field: FieldFolder) -> None:
 
 def test_a_second_lock_is_refused_in_the_words_of_the_caller(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
-    with locked(tmp_path, "it runs already"):
+    with hold_lock(tmp_path, "it runs already"):
         assert is_locked(tmp_path)
-        with pytest.raises(BadInput, match=r"^it runs already$"), locked(tmp_path, "it runs already"):
+        with pytest.raises(BadInput, match=r"^it runs already$"), hold_lock(tmp_path, "it runs already"):
             pass
     assert not is_locked(tmp_path)
 
@@ -105,7 +105,7 @@ def test_a_full_disk_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:
-    with pytest.raises(BadInput, match="cannot be written"), locked(Path("/proc/field"), ""):
+    with pytest.raises(BadInput, match="cannot be written"), hold_lock(Path("/proc/field"), ""):
         pass
 
 

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from deploy.live import PlainView, TerminalView, step_line, steps_text
-from deploy.page import Overview
+from deploy.traces_client import Overview
 
 
 def shown(overview: Overview) -> str:

@@ -8,10 +8,10 @@ import pytest
 from confluent_kafka import Producer
 
 from consumers.lag_watch import expiries_of
-from deploy.operate.dead_letters import chosen, dead_letters, described, redrive
+from deploy.operate.dead_letters import dead_letters, describe, redrive, select
 from deploy.operate.lag import lags
-from deploy.operate.steer import issued
-from deploy.operate.tail import Wanted, as_json, line, tail, topics_of
+from deploy.operate.steer import control_event
+from deploy.operate.tail import EventFilter, as_json, line, tail, topics_of
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import BadInput
@@ -41,12 +41,14 @@ def derived(log: MemoryLog) -> None:
     Driver(log, hops((), "standardised"), RUN_ID).run_until_caught_up()
 
 
-def read(log: MemoryLog, wanted: Wanted, messages: int | None = None, topics: tuple[str, ...] = ()) -> list[Delivery]:
+def read(
+    log: MemoryLog, wanted: EventFilter, messages: int | None = None, topics: tuple[str, ...] = ()
+) -> list[Delivery]:
     return list(tail(log, topics_of(topics), wanted, messages, lambda: False))
 
 
 def test_everything_is_read_and_shown_in_one_line_each(log: MemoryLog) -> None:
-    deliveries = read(log, Wanted())
+    deliveries = read(log, EventFilter())
     assert len(deliveries) == 13
     shown = [line(delivery, 120) for delivery in deliveries]
     assert all(len(text) <= 120 and "\n" not in text for text in shown)
@@ -55,19 +57,19 @@ def test_everything_is_read_and_shown_in_one_line_each(log: MemoryLog) -> None:
 
 
 def test_filters_narrow(log: MemoryLog) -> None:
-    assert len(read(log, Wanted(trajectory="g0-m1"))) == 6
-    assert len(read(log, Wanted(task="t0", types=frozenset({"TurnGenerated"})))) == 4
-    assert read(log, Wanted(run="another")) == []
-    assert len(read(log, Wanted(), topics=("rewards",))) == 0
+    assert len(read(log, EventFilter(trajectory="g0-m1"))) == 6
+    assert len(read(log, EventFilter(task="t0", types=frozenset({"TurnGenerated"})))) == 4
+    assert read(log, EventFilter(run="another")) == []
+    assert len(read(log, EventFilter(), topics=("rewards",))) == 0
 
 
 def test_only_the_newest_are_read(log: MemoryLog) -> None:
-    newest = read(log, Wanted(), messages=1)
+    newest = read(log, EventFilter(), messages=1)
     assert 1 <= len(newest) <= 4  # one of every partition that has any
 
 
 def test_json_holds_all_of_an_event(log: MemoryLog) -> None:
-    told = json.loads(as_json(read(log, Wanted(types=frozenset({"ToolCalled"})))[0]))
+    told = json.loads(as_json(read(log, EventFilter(types=frozenset({"ToolCalled"})))[0]))
     assert (told["type"], told["event"]["tool"]) == ("ToolCalled", "python")
     assert told["address"]["topic"] == "messages"
 
@@ -76,7 +78,7 @@ def test_unknown_names_are_bad_input() -> None:
     with pytest.raises(BadInput, match="no topic news"):
         topics_of(["news"])
     with pytest.raises(BadInput, match="no event TurnGuessed"):
-        Wanted(types=frozenset({"TurnGuessed"}))
+        EventFilter(types=frozenset({"TurnGuessed"}))
 
 
 def test_lags_have_rates_from_the_second_look_on(log: MemoryLog) -> None:
@@ -96,13 +98,13 @@ def test_a_dead_letter_is_listed_described_and_written_again(log: MemoryLog) -> 
     derived(log)
     (letter,) = dead_letters(log)
     assert (letter.number, letter.reject.stage, letter.reject.original) == (1, "assemble", b"no event at all")
-    assert "no Confluent wire header" in described(log.codec, letter)
+    assert "no Confluent wire header" in describe(log.codec, letter)
     assert dead_letters(log, stage="score") == []
     before = log.count(["messages"])["messages"]
-    redrive(log, chosen(dead_letters(log), [1]))
+    redrive(log, select(dead_letters(log), [1]))
     assert log.count(["messages"])["messages"] == before + 1
     with pytest.raises(BadInput, match="no dead letter 7"):
-        chosen(dead_letters(log), [7])
+        select(dead_letters(log), [7])
 
 
 def test_a_message_that_was_refused_for_want_of_another_is_taken_when_tried_again() -> None:
@@ -173,10 +175,10 @@ def test_a_message_that_waits_on_the_real_broker_for_too_long_alarms(kafka_run: 
 
 
 def test_a_run_is_steered_by_facts() -> None:
-    cancelled = issued("run-1", "cancel", "task-1", None, False, "a wrong task", 7)
+    cancelled = control_event("run-1", "cancel", "task-1", None, False, "a wrong task", 7)
     assert (cancelled.command, cancelled.meta.task_id, cancelled.meta.timestamp) == ("cancel", "task-1", 7)
-    assert issued("run-1", "cancel", None, None, True, "", 7).meta.task_id is None
-    assert issued("run-1", "pause", None, None, False, "", 7).meta.run_id == "run-1"
+    assert control_event("run-1", "cancel", None, None, True, "", 7).meta.task_id is None
+    assert control_event("run-1", "pause", None, None, False, "", 7).meta.run_id == "run-1"
 
 
 @pytest.mark.parametrize(
@@ -192,4 +194,4 @@ def test_a_command_that_says_too_little_or_too_much_is_refused(
     command: str, task: str | None, every: bool, says: str
 ) -> None:
     with pytest.raises(BadInput, match=says):
-        issued("run-1", command, task, None, every, "", 7)
+        control_event("run-1", command, task, None, every, "", 7)

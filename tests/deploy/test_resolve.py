@@ -11,11 +11,11 @@ from deploy.config import parse_config
 from deploy.field import prepare_field
 from deploy.local.folder import FieldFolder, RunFolder, create_field_folder, create_run_folder
 from deploy.resolve import (
-    Asked,
-    ask,
+    RequestedConfig,
     config_for_log,
     connectable,
     load,
+    read_request,
     require_agreement,
     resolve_field,
     resolve_run,
@@ -28,10 +28,10 @@ from schemas.run import FIELD
 ELSEWHERE = '[log]\nbootstrap_servers = "kafka:9092"\nregistry_url = "http://registry:8081"\ntopic_prefix = "us."\n'
 
 
-def asked_for(folder: Path, text: str = "", seed: int = 0) -> Asked:
+def asked_for(folder: Path, text: str = "", seed: int = 0) -> RequestedConfig:
     path = folder / "job.toml"
     path.write_text(text)
-    return ask(path, seed)
+    return read_request(path, seed)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from deploy.runs import end_of, find_run, list_runs, only_id, started, write_end, write_resume, write_start
+from deploy.runs import end_of, find_run, list_runs, only_id, started_event, write_end, write_resume, write_start
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import BadInput, LogUnavailable
@@ -22,7 +22,7 @@ def log() -> MemoryLog:
 
 def start_of(run_id: str) -> RunStarted:
     config = json.dumps({"job": {"module": "m", "steps": 1}})
-    return started(run_id, "practise", config, [], 0, "v", {}, [])
+    return started_event(run_id, "practise", config, [], 0, "v", {}, [])
 
 
 def test_a_run_is_started_stopped_and_resumed(log: MemoryLog) -> None:

@@ -17,7 +17,7 @@ from confluent_kafka import Producer
 from deploy.local.folder import FieldFolder, RunFolder
 from deploy.local.supervisor import TAKEN_OVER
 from deploy.programs import PROGRAM_BY_NAME
-from deploy.resolve import Asked, resolve_field, resolve_run
+from deploy.resolve import RequestedConfig, resolve_field, resolve_run
 from deploy.serve import StallWatch, Usage, settings_of
 from schemas.events import WorkerSeen
 from schemas.run import Run
@@ -43,7 +43,7 @@ class Served:
     def __init__(self, folder: Path, run: Run, worker: str) -> None:
         look_seconds = 1.0 if worker == "waits" else 3600.0
         harness = {"heartbeat_seconds": 0.2, "stall_seconds": 1.0, "retention_look_seconds": look_seconds}
-        asked = Asked(source="test.toml", raw={"harness": harness}, seed=0)
+        asked = RequestedConfig(source="test.toml", raw={"harness": harness}, seed=0)
         field = resolve_field(FieldFolder(folder), asked)
         on = msgspec.structs.replace(field, log=run.log, blobs_url=run.blobs_url)
         resolved = resolve_run(RunFolder(folder / f"serve-{worker}"), on, asked, (), 0)
@@ -119,7 +119,7 @@ def test_what_waits_unread_for_too_long_is_an_error_and_a_figure(tmp_path: Path,
     served.process.terminate()
     code, printed = served.ended()
     assert code == 0
-    (alarm,) = [told for told in map(json.loads, printed.splitlines()) if told["event"] == "unread messages expire"]
+    (alarm,) = [told for told in map(json.loads, printed.splitlines()) if told["event"] == "unread_messages_expiring"]
     assert (alarm["level"], alarm["group"], alarm["topic"]) == ("error", "traces", "control")
     assert alarm["seconds_left"] < 24 * 3600
 
@@ -218,7 +218,7 @@ def test_the_password_of_the_store_is_read_when_the_program_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dsn: str, told: str
 ) -> None:
     monkeypatch.setenv("STORE_PASSWORD", "p@ss")
-    asked = Asked(source="test.toml", raw={"traces": {"dsn": dsn}})
+    asked = RequestedConfig(source="test.toml", raw={"traces": {"dsn": dsn}})
     resolved = resolve_field(FieldFolder(tmp_path), asked)
     assert resolved.config.traces.dsn == dsn, "what is written down"
     assert settings_of(PROGRAM_BY_NAME["traces"], resolved).dsn == told

@@ -103,7 +103,7 @@ def test_a_lost_blob_is_named(job: Path, blobs: Blobs, tmp_path: Path) -> None:
     config = config_of(job)
     files = store_files(blobs, config)
     shutil.rmtree(job)
-    for blob in list(blobs.stored()):
+    for blob in list(blobs.list_stored()):
         blobs.remove(blob)
     with pytest.raises(BadInput, match=r"job\.py of the run is lost"):
         restore_files(blobs, config, files, tmp_path / "restored")

@@ -9,7 +9,7 @@ import pytest
 
 from deploy.local.folder import FieldFolder
 from deploy.local.kafka import Broker, server_properties
-from deploy.local.stack import Addresses, local_log
+from deploy.local.stack import LogAddresses, local_log
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.events import Meta, WorkerSeen
@@ -26,7 +26,7 @@ def beat(worker: str) -> WorkerSeen:
     return WorkerSeen(meta=meta, worker=worker, role="test", load={})
 
 
-def opened(addresses: Addresses) -> KafkaLog:
+def opened(addresses: LogAddresses) -> KafkaLog:
     codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
     return KafkaLog(addresses.log, codec)
 
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> FieldFolder:
 def test_a_log_starts_survives_kill_9_of_its_broker_and_leaves_nothing(tmp_path: Path, folder: FieldFolder) -> None:
     processes: list[psutil.Process] = []
 
-    def use(addresses: Addresses) -> None:
+    def use(addresses: LogAddresses) -> None:
         log = opened(addresses)
         log.append(beat("before"))
         log.flush()

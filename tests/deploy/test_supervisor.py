@@ -14,8 +14,8 @@ from supervisor.options import ServerOptions
 
 from deploy.local import guard
 from deploy.local.folder import RunFolder, StackFolder, create_run_folder
-from deploy.local.stack import Plan, RunningStack, StackFailed, spawn_guard
-from deploy.local.supervisor import Supervised, render
+from deploy.local.stack import RunningStack, StackFailed, StackPlan, spawn_guard
+from deploy.local.supervisor import SupervisedProgram, render
 from schemas.errors import BadInput
 
 # starts a child that leaves its process group, as a server's engine may, and waits
@@ -44,12 +44,12 @@ def members(folder: StackFolder) -> list[psutil.Process]:
 
 
 def supervised(
-    folder: RunFolder, programs: list[Supervised], disk_free_bytes_min: int = 0, foreground: bool = True
+    folder: RunFolder, programs: list[SupervisedProgram], disk_free_bytes_min: int = 0, foreground: bool = True
 ) -> RunningStack:
     """A guard and a supervisor with these programs alone."""
     text = render(folder.control_socket, programs, as_root=os.geteuid() == 0)
     (folder.path / "supervisord.conf").write_text(text)
-    plan = Plan(folder, disk_free_bytes_min=disk_free_bytes_min)
+    plan = StackPlan(folder, disk_free_bytes_min=disk_free_bytes_min)
     lock = os.open(folder.path / "lock", os.O_RDWR | os.O_CREAT)
     try:
         process = spawn_guard(plan, lock, foreground)
@@ -73,14 +73,14 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
     guard.sweep(made.path)
 
 
-def sleeper(name: str = "sleeper") -> Supervised:
-    return Supervised(name, [sys.executable, "-c", LEAVES_A_CHILD], starts_at_once=True, settled_seconds=1)
+def sleeper(name: str = "sleeper") -> SupervisedProgram:
+    return SupervisedProgram(name, [sys.executable, "-c", LEAVES_A_CHILD], starts_at_once=True, settled_seconds=1)
 
 
 def test_supervisord_reads_what_is_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
-    program = Supervised("one", ["echo", "50%", "a b"], stop_seconds_max=7)
+    program = SupervisedProgram("one", ["echo", "50%", "a b"], stop_seconds_max=7)
     (tmp_path / "supervisord.conf").write_text(render(tmp_path / "s.sock", [program], as_root=True))
     options = ServerOptions()
     options.realize(["-c", "supervisord.conf"])
@@ -135,7 +135,7 @@ def test_killing_the_caller_ends_the_stack(folder: RunFolder) -> None:
 
 def test_a_crashed_program_is_started_again_and_given_up_in_the_end(folder: RunFolder) -> None:
     command = ["sh", "-c", "echo it broke; exit 1"]
-    stack = supervised(folder, [Supervised("broken", command, True, settled_seconds=1, start_retries=1)])
+    stack = supervised(folder, [SupervisedProgram("broken", command, True, settled_seconds=1, start_retries=1)])
     try:
         assert eventually(lambda: folder.control_socket.exists())
         with pytest.raises(StackFailed, match="broken does not start: it broke"):
@@ -147,7 +147,7 @@ def test_a_crashed_program_is_started_again_and_given_up_in_the_end(folder: RunF
 
 def test_bad_input_of_a_program_is_told_in_its_own_words(folder: RunFolder) -> None:
     command = ["sh", "-c", "echo tasks.jsonl line 3 is no task | tee stopped_because; exit 2"]
-    stack = supervised(folder, [Supervised("feeder", command, True, settled_seconds=1)])
+    stack = supervised(folder, [SupervisedProgram("feeder", command, True, settled_seconds=1)])
     try:
         assert eventually(lambda: folder.control_socket.exists())
         with pytest.raises(BadInput, match=r"^tasks.jsonl line 3 is no task$"):
@@ -168,7 +168,7 @@ def test_a_stack_that_is_ending_says_why(folder: RunFolder) -> None:
     """The supervisor still answers while it waits for a program that does not drain, but only that it is ending."""
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
     command = [sys.executable, "-c", deaf]
-    program = Supervised("deaf", command, starts_at_once=True, settled_seconds=0, stop_seconds_max=4)
+    program = SupervisedProgram("deaf", command, starts_at_once=True, settled_seconds=0, stop_seconds_max=4)
     stack = supervised(folder, [program], disk_free_bytes_min=1 << 62)
     with pytest.raises(BadInput, match="is nearly full"):
         require_healthy_for_long(stack)
@@ -176,7 +176,9 @@ def test_a_stack_that_is_ending_says_why(folder: RunFolder) -> None:
 
 
 def test_a_program_whose_run_was_taken_over_is_not_started_again(folder: RunFolder) -> None:
-    program = Supervised("cut", ["sh", "-c", "sleep 1; echo ended; exit 3"], starts_at_once=True, settled_seconds=0)
+    program = SupervisedProgram(
+        "cut", ["sh", "-c", "sleep 1; echo ended; exit 3"], starts_at_once=True, settled_seconds=0
+    )
     stack = supervised(folder, [program])
     try:
         assert eventually(lambda: "cut" in stack.states() and stack.states()["cut"].state == "EXITED")

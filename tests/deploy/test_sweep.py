@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
-from deploy.operate.sweep import Names, Swept, digests_in, not_named, sweep
+from deploy.operate.sweep import ReferencedDigests, SweepResult, digests_in, sweep, unreferenced
 from schemas.blobs import Blobs, StoredBlob
 from schemas.codec import EVENT_BYTES_MAX, Codec
 from schemas.errors import BadInput
@@ -21,7 +21,7 @@ from streams.log.connect import codec_of
 from streams.log.kafka import KafkaLog
 from streams.log.memory import MemoryLog
 from streams.log.protocol import Delivery, RawMessage
-from streams.rules.dead_letter import rejected
+from streams.rules.dead_letter import rejection
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.flow.synthetic import rollout
 
@@ -47,11 +47,11 @@ class Field:
         for path in self.folder.glob("??/*"):
             os.utime(path, (then, then))
 
-    def sweep(self, *, dry_run: bool = False, grace_hours: float = 24.0) -> Swept:
+    def sweep(self, *, dry_run: bool = False, grace_hours: float = 24.0) -> SweepResult:
         return sweep(self.log, self.codec, self.blobs, grace_hours, time.time(), dry_run=dry_run, tell=self.told.append)
 
     def digests(self) -> set[str | None]:
-        return {blob.sha256 for blob in self.blobs.stored()}
+        return {blob.sha256 for blob in self.blobs.list_stored()}
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_every_place_where_an_event_names_a_blob_keeps_it(field: Field) -> None:
         published(*weights, *checkpoint),
         observation(blobs=[picture[0]]),
         observation(blobs=[inner[0]], content="x" * EVENT_BYTES_MAX),
-        rejected("run", "cut", unreadable, "unreadable", 7),
+        rejection("run", "cut", unreadable, "unreadable", 7),
     ]
     for event in events:
         field.log.append(event)
@@ -139,7 +139,7 @@ def test_what_an_interrupted_write_left_goes_when_it_is_old(field: Field) -> Non
 @pytest.mark.parametrize("lost", ["missing", "damaged"])
 def test_a_spilled_event_that_is_lost_stops_the_sweep(field: Field, lost: str) -> None:
     field.log.append(observation(content="x" * EVENT_BYTES_MAX))
-    (blob,) = field.blobs.stored()
+    (blob,) = field.blobs.list_stored()
     field.put(b"perhaps named by it")
     field.age()
     path = field.folder / blob.path
@@ -210,7 +210,7 @@ def test_the_newest_message_of_a_key_stands_for_it_where_a_topic_is_compacted() 
     def message(topic: str, offset: int, value: str | None) -> RawMessage:
         return RawMessage(Address(topic, 0, offset), b"key", None if value is None else value.encode())
 
-    names = Names({A, B})
+    names = ReferencedDigests({A, B})
     for offset, value in enumerate((A, B)):
         names.add(message("weights", offset, value))
     assert names.all() == {B}
@@ -223,4 +223,4 @@ def test_the_newest_message_of_a_key_stands_for_it_where_a_topic_is_compacted() 
 
 def test_the_rule() -> None:
     blobs = [StoredBlob(f"aa/{A}", 1, 0.0), StoredBlob(f"bb/{B}", 1, 0.0), StoredBlob(f"aa/{A}#1", 1, 0.0)]
-    assert not_named(blobs, {A}) == blobs[1:]
+    assert unreferenced(blobs, {A}) == blobs[1:]

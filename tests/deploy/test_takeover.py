@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local.folder import FieldFolder
-from deploy.local.stack import Addresses
+from deploy.local.stack import LogAddresses
 from deploy.runs import list_runs
 from schemas.events import RunEnded
 from streams.log.connect import open_log
@@ -19,7 +19,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def fields(tmp_path: Path, kafka_addresses: Addresses) -> tuple[FieldFolder, FieldFolder]:
+def fields(tmp_path: Path, kafka_addresses: LogAddresses) -> tuple[FieldFolder, FieldFolder]:
     """Two fields in folders of their own, on one log."""
     config = tmp_path / "field.toml"
     config.write_text(
@@ -35,7 +35,7 @@ def fields(tmp_path: Path, kafka_addresses: Addresses) -> tuple[FieldFolder, Fie
     return made
 
 
-def test_the_newer_start_has_the_run(fields: tuple[FieldFolder, FieldFolder], kafka_addresses: Addresses) -> None:
+def test_the_newer_start_has_the_run(fields: tuple[FieldFolder, FieldFolder], kafka_addresses: LogAddresses) -> None:
     one, two = fields
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
     older = subprocess.Popen(

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from deploy.local.folder import FieldFolder
-from deploy.local.stack import Addresses
-from deploy.page import Overview, Page
+from deploy.local.stack import LogAddresses
 from deploy.resolve import load
+from deploy.run_lifecycle import log_of
 from deploy.runs import list_runs
-from deploy.session import log_of
+from deploy.traces_client import Overview, TracesClient
 from schemas.events import Event, WorkerSeen
 from schemas.programs import ACCESS, Access
 from schemas.topics import TOPIC_BY_EVENT
@@ -119,7 +119,7 @@ def uses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def practised(tmp_path_factory: pytest.TempPathFactory, kafka_addresses: Addresses, uses: Path) -> Practised:
+def practised(tmp_path_factory: pytest.TempPathFactory, kafka_addresses: LogAddresses, uses: Path) -> Practised:
     folder = tmp_path_factory.mktemp("whole")
     config, job = written(folder, kafka_addresses)
     first, second = FieldFolder(folder / "first"), FieldFolder(folder / "second")
@@ -127,7 +127,7 @@ def practised(tmp_path_factory: pytest.TempPathFactory, kafka_addresses: Address
     stayed = started(first, job, seed=2)
     moved = started(first, job, seed=1)
     listed_while_active = replayground(first, "runs")
-    page = Page(load(first).page_url, moved)
+    page = TracesClient(load(first).page_url, moved)
     is_early = ("starting", "demonstrations")
     await_that(lambda: (page.overview() or Overview()).phase not in is_early, "the demonstrations are made")
     replayground(first, "stop", moved)
@@ -159,7 +159,7 @@ def practised(tmp_path_factory: pytest.TempPathFactory, kafka_addresses: Address
     )
 
 
-def written(folder: Path, addresses: Addresses) -> tuple[Path, Path]:
+def written(folder: Path, addresses: LogAddresses) -> tuple[Path, Path]:
     """The config of the fields and that of a small job, which has its module beside it."""
     config = folder / "field.toml"
     config.write_text(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from producers.formats import Answer, Call, parse
+from producers.formats import FinalAnswer, ToolCall, parse
 from sandboxes.worlds import perturbations
 from sandboxes.worlds.world import World, world_from_json
 from schemas.events import Task
@@ -22,15 +22,15 @@ def play(task: Task, player: Player, seed: int) -> float:
     while len(turns) < TURNS_MAX:
         text = player(task, turns, seed)
         said = parse(text)
-        if isinstance(said, Answer):
+        if isinstance(said, FinalAnswer):
             return float(said.text == task.reference)
-        assert isinstance(said, Call), text
+        assert isinstance(said, ToolCall), text
         turns.append((text, observed(room, said, seed, len(turns))))
     return 0.0
 
 
-def observed(room: World, call: Call, seed: int, index: int) -> str:
-    trouble = perturbations.draw_trouble(room.perturbations, seed, index, call.tool, call.arguments)
+def observed(room: World, call: ToolCall, seed: int, index: int) -> str:
+    trouble = perturbations.draw_perturbation(room.perturbations, seed, index, call.tool, call.arguments)
     if trouble.is_busy:
         return perturbations.BUSY_CONTENT
     content = _answer(room, call.tool, call.arguments)

@@ -11,8 +11,8 @@ import pytest
 
 from producers.agent import Agent, Model, Part
 from producers.chat import Chat, ChatFormat, Message
-from producers.policy import Moment, Policy, PolicyFailed, Turn
-from producers.topology import Cast, HandOff, Loop, Parallel, Series, Team
+from producers.policy import Policy, PolicyFailed, Turn, TurnRequest
+from producers.topology import AgentCatalog, HandOff, Loop, Parallel, Series, Team
 from producers.turns import play
 from sandboxes.backends.scripted import ScriptedBackend
 from sandboxes.pool import Pool
@@ -33,7 +33,7 @@ from schemas.events import (
     VersionSpan,
 )
 from schemas.packed import unpack_tokens
-from streams.hops.messages_to_trajectories import Assemble, Assembly
+from streams.hops.messages_to_trajectories import AssembleTrajectories, AssemblyState
 from tests.producers.field import no_blobs, tokenizer_json
 from tests.producers.test_chat import FORGETFUL, chatml
 from tests.producers.test_turns import PYTHON, request
@@ -57,12 +57,12 @@ class Troupe:
         self._chat = chat
         self._texts = texts
         self._teaches = teaches
-        self.moments: list[Moment] = []
+        self.moments: list[TurnRequest] = []
 
-    async def next_turn(self, moment: Moment) -> Turn:
-        self.moments.append(moment)
+    async def next_turn(self, turn_request: TurnRequest) -> Turn:
+        self.moments.append(turn_request)
         await asyncio.sleep(0)
-        tokens = self._chat.turn(self._texts[moment.task.agent].pop(0))
+        tokens = self._chat.turn(self._texts[turn_request.task.agent].pop(0))
         if self._teaches:
             return Turn(tokens, [], [], "stop")
         return Turn(tokens, [-0.5] * len(tokens), [VersionSpan(version=4, start=0, end=len(tokens))], "stop")
@@ -75,7 +75,7 @@ def asked(agent: str, sampling: Sampling = ROOMY, seconds: float = 60.0) -> Roll
 
 async def played(
     wanted: RolloutRequested,
-    cast: Cast,
+    agent_catalog: AgentCatalog,
     policy: Policy,
     models: Mapping[str, Policy] | None = None,
     chat: Chat = CHAT,
@@ -85,7 +85,7 @@ async def played(
     scripts = {"python": lambda arguments: str(eval(arguments["code"]))} | {name: lambda _: "" for name in WORLD_TOOLS}
     emitted: list[Event] = []
     async with Pool(ScriptedBackend(scripts), 1) as pool:
-        tools = toolset(cast.tools_of(wanted.task))
+        tools = toolset(agent_catalog.tools_of(wanted.task))
         await play(
             wanted,
             policy=policy,
@@ -96,7 +96,7 @@ async def played(
             emit=emitted.append,
             keep_blob=no_blobs,
             tools_hash="t",
-            cast=cast,
+            agent_catalog=agent_catalog,
             models=models,
         )
     assert [event.meta.seq for event in emitted] == list(range(len(emitted)))
@@ -104,7 +104,7 @@ async def played(
 
 
 def assembled(events: list[Event]) -> TrajectoryAssembled:
-    hop, state = Assemble(), Assembly()
+    hop, state = AssembleTrajectories(), AssemblyState()
     for offset, event in enumerate(events):
         outcome = hop.step(state, event, Address("messages", 0, offset))
         assert outcome.refused is None
@@ -134,7 +134,7 @@ def whole(events: list[Event], *troupes: Troupe) -> TrajectoryAssembled:
             read.append(list(contexts[event.context]))
         for context, tokens in contexts_of([event]).items():
             contexts[context] += tokens
-    assert sorted(read) == sorted(moment.tokens for troupe in troupes for moment in troupe.moments)
+    assert sorted(read) == sorted(turn_request.tokens for troupe in troupes for turn_request in troupe.moments)
     trajectory = assembled(events)
     tokens = unpack_tokens(trajectory.tokens)
     starts = [context.start for context in trajectory.contexts] or [0]
@@ -161,11 +161,11 @@ def end(events: list[Event]) -> tuple[str, str | None]:
 
 
 async def test_a_series_hands_each_answer_on() -> None:
-    cast = Cast.of([*AGENTS, Series(name="row", steps=("ann", "bob", "ann"))])
+    agent_catalog = AgentCatalog.of([*AGENTS, Series(name="row", steps=("ann", "bob", "ann"))])
     troupe = Troupe(
         ann=[PYTHON, "<answer>45</answer>", "<answer>90</answer>"], bob=["<answer>twice that, please</answer>"]
     )
-    events = await played(asked("row"), cast, troupe)
+    events = await played(asked("row"), agent_catalog, troupe)
     assert end(events) == ("answered", "90")
     assert messages(events) == [
         ("result", "ann", "bob", "row", "45"),
@@ -182,19 +182,21 @@ async def test_a_series_hands_each_answer_on() -> None:
 
 
 async def test_branches_think_at_once_and_share_one_sandbox() -> None:
-    cast = Cast.of([*AGENTS, Parallel(name="votes", steps=("ann", "bob")), Series(name="vote", steps=("votes", "cyd"))])
+    agent_catalog = AgentCatalog.of(
+        [*AGENTS, Parallel(name="votes", steps=("ann", "bob")), Series(name="vote", steps=("votes", "cyd"))]
+    )
     both_think = asyncio.Barrier(2)
 
     class AtOnce(Troupe):
-        async def next_turn(self, moment: Moment) -> Turn:
-            if moment.task.agent != "cyd":  # nobody goes on before the other has come as far
+        async def next_turn(self, turn_request: TurnRequest) -> Turn:
+            if turn_request.task.agent != "cyd":  # nobody goes on before the other has come as far
                 await asyncio.wait_for(both_think.wait(), 60)
-            return await super().next_turn(moment)
+            return await super().next_turn(turn_request)
 
     troupe = AtOnce(
         ann=[PYTHON, "<answer>45</answer>"], bob=[PYTHON, "<answer>54</answer>"], cyd=["<answer>45</answer>"]
     )
-    events = await played(asked("vote"), cast, troupe)
+    events = await played(asked("vote"), agent_catalog, troupe)
     assert end(events) == ("answered", "45")
     assert ("task", "user", "bob", "user", "What is 5*9?") in messages(events)
     assert messages(events)[-1] == ("result", "votes", "cyd", "vote", "ann: 45\nbob: 54")
@@ -204,24 +206,24 @@ async def test_branches_think_at_once_and_share_one_sandbox() -> None:
 
 
 async def test_a_loop_ends_when_the_judge_accepts_or_rounds_are_over() -> None:
-    cast = Cast.of([*AGENTS, Loop(name="polish", body="ann", judge="bob", rounds_max=2)])
+    agent_catalog = AgentCatalog.of([*AGENTS, Loop(name="polish", body="ann", judge="bob", rounds_max=2)])
     drafts = [f"<answer>{number}</answer>" for number in (1, 2, 3)]
     first = Troupe(ann=list(drafts), bob=["<answer>more</answer>", "<answer>Accept</answer>"])
-    events = await played(asked("polish"), cast, first)
+    events = await played(asked("polish"), agent_catalog, first)
     assert end(events) == ("answered", "2")
     assert [kind for kind, *_ in messages(events)] == ["result", "remarks", "result"]
     whole(events, first)
     second = Troupe(ann=list(drafts), bob=["<answer>more</answer>", "<answer>more</answer>"])
-    assert end(await played(asked("polish"), cast, second)) == ("answered", "2")
+    assert end(await played(asked("polish"), agent_catalog, second)) == ("answered", "2")
 
 
 async def test_a_task_is_handed_over_and_back() -> None:
-    cast = Cast.of([*AGENTS, HandOff(name="desk", agents=("ann", "bob"))])
+    agent_catalog = AgentCatalog.of([*AGENTS, HandOff(name="desk", agents=("ann", "bob"))])
     troupe = Troupe(
         ann=[calls("hand_off", agent="bob", message="a sum"), "<answer>45</answer>"],
         bob=[PYTHON, calls("hand_off", agent="ann", message="it is 45")],
     )
-    events = await played(asked("desk"), cast, troupe)
+    events = await played(asked("desk"), agent_catalog, troupe)
     assert end(events) == ("answered", "45")
     assert messages(events) == [
         ("hand_off", "ann", "bob", "user", "a sum"),
@@ -231,7 +233,7 @@ async def test_a_task_is_handed_over_and_back() -> None:
 
 
 async def test_a_leader_asks_workers_who_read_nothing_else() -> None:
-    cast = Cast.of([*AGENTS, Team(name="office", leader="ann", workers=("bob", "cyd"))])
+    agent_catalog = AgentCatalog.of([*AGENTS, Team(name="office", leader="ann", workers=("bob", "cyd"))])
     troupe = Troupe(
         ann=[
             calls("ask", agent="bob", message="Multiply 5 and 9."),
@@ -241,7 +243,7 @@ async def test_a_leader_asks_workers_who_read_nothing_else() -> None:
         ],
         bob=[PYTHON, "<answer>45</answer>", "<answer>yes</answer>"],
     )
-    events = await played(asked("office"), cast, troupe)
+    events = await played(asked("office"), agent_catalog, troupe)
     assert end(events) == ("answered", "45")
     assert messages(events) == [
         ("delegation", "ann", "bob", "user", "Multiply 5 and 9."),
@@ -249,7 +251,7 @@ async def test_a_leader_asks_workers_who_read_nothing_else() -> None:
         ("delegation", "ann", "bob", "user", "Are you sure?"),
         ("reply", "bob", "ann", "ann", "yes"),
     ]
-    bobs = [moment for moment in troupe.moments if moment.task.agent == "bob"]
+    bobs = [turn_request for turn_request in troupe.moments if turn_request.task.agent == "bob"]
     assert bobs[0].task.prompt == "Multiply 5 and 9."
     assert "What is 5*9?" not in CHAT.decode(bobs[-1].tokens)
     refused = next(event for event in events if isinstance(event, ToolObserved) and event.is_error)
@@ -260,9 +262,9 @@ async def test_a_leader_asks_workers_who_read_nothing_else() -> None:
 
 
 async def test_whose_tokens_count_can_be_chosen() -> None:
-    cast = Cast.of([*AGENTS, Team(name="office", leader="ann", workers=("bob",))])
+    agent_catalog = AgentCatalog.of([*AGENTS, Team(name="office", leader="ann", workers=("bob",))])
     troupe = Troupe(ann=[calls("ask", agent="bob", message="5*9?"), "<answer>45</answer>"], bob=["<answer>45</answer>"])
-    events = await played(asked("office"), cast, troupe)
+    events = await played(asked("office"), agent_catalog, troupe)
     trajectory = whole(events, troupe)
     for agent in ("ann", "bob"):
         (episode,) = episodes_of(counting_only(trajectory, (agent,)), 10_000, advantage=1.0)
@@ -273,24 +275,26 @@ async def test_whose_tokens_count_can_be_chosen() -> None:
 
 async def test_a_worker_that_cannot_go_on_is_told_to_its_leader() -> None:
     workers = [msgspec.structs.replace(AGENTS[1], turns_max=1), msgspec.structs.replace(AGENTS[2], tokens_max=10)]
-    cast = Cast.of([AGENTS[0], *workers, Team(name="office", leader="ann", workers=("bob", "cyd"))])
+    agent_catalog = AgentCatalog.of([AGENTS[0], *workers, Team(name="office", leader="ann", workers=("bob", "cyd"))])
     for name, reason in (("bob", "no answer in 1 turns"), ("cyd", "does not fit into 10 tokens")):
         troupe = Troupe(ann=[calls("ask", agent=name, message="5*9?"), "<answer>45</answer>"], bob=[PYTHON], cyd=[])
-        events = await played(asked("office"), cast, troupe)
+        events = await played(asked("office"), agent_catalog, troupe)
         assert end(events) == ("answered", "45")
         assert reason in messages(events)[-1][-1]
         whole(events, troupe)
 
 
 async def test_an_agent_that_cannot_go_on_ends_the_rest() -> None:
-    cast = Cast.of([*AGENTS, Series(name="row", steps=("ann", "bob")), Parallel(name="votes", steps=("ann", "bob"))])
-    idle = await played(asked("row"), cast, Troupe(ann=["<answer>45</answer>"], bob=["I wonder."]))
+    agent_catalog = AgentCatalog.of(
+        [*AGENTS, Series(name="row", steps=("ann", "bob")), Parallel(name="votes", steps=("ann", "bob"))]
+    )
+    idle = await played(asked("row"), agent_catalog, Troupe(ann=["<answer>45</answer>"], bob=["I wonder."]))
     assert end(idle) == ("agent_error", None)
     limited = await played(
-        asked("row", msgspec.structs.replace(ROOMY, turns_max=1)), cast, Troupe(ann=[PYTHON], bob=[])
+        asked("row", msgspec.structs.replace(ROOMY, turns_max=1)), agent_catalog, Troupe(ann=[PYTHON], bob=[])
     )
     assert end(limited) == ("turn_limit", None)
-    apart = await played(asked("votes"), cast, Troupe(ann=["I wonder."], bob=[PYTHON] * 5))
+    apart = await played(asked("votes"), agent_catalog, Troupe(ann=["I wonder."], bob=[PYTHON] * 5))
     assert end(apart) == ("agent_error", None)
     for events in (idle, limited, apart):
         assembled(events)
@@ -312,11 +316,11 @@ async def test_a_branch_is_called_off_but_never_in_the_middle_of_a_tool() -> Non
             return await super().call(tool, arguments)
 
     class GivesUp(Troupe):
-        async def next_turn(self, moment: Moment) -> Turn:
-            if moment.task.agent == "bob":
+        async def next_turn(self, turn_request: TurnRequest) -> Turn:
+            if turn_request.task.agent == "bob":
                 await calling.wait()
                 asyncio.get_running_loop().call_later(0.2, may_end.set)
-            return await super().next_turn(moment)
+            return await super().next_turn(turn_request)
 
     votes, office = Parallel(name="votes", steps=("bob", "cyd")), Team(name="office", leader="ann", workers=("votes",))
     troupe = GivesUp(
@@ -324,7 +328,7 @@ async def test_a_branch_is_called_off_but_never_in_the_middle_of_a_tool() -> Non
         bob=["I wonder."],
         cyd=[PYTHON] * 4,
     )
-    events = await played(asked("office"), Cast.of([*AGENTS, votes, office]), troupe, workbench=SlowOnce)
+    events = await played(asked("office"), AgentCatalog.of([*AGENTS, votes, office]), troupe, workbench=SlowOnce)
     assert end(events) == ("answered", "45")
     assert not cut_off
     assert [event.meta.receiver for event in events if isinstance(event, ToolObserved)] == ["cyd", "ann"]
@@ -338,37 +342,37 @@ async def test_an_agent_that_gives_up_leaves_its_sandbox_to_the_next(said: str) 
     async with Pool(ScriptedBackend(scripts), 1) as pool:
         for _ in range(2):
             bench = Workbench(pool, toolset(["python"]), World(name="w"), seed=11, owner="o")
-            await played(asked("ann"), Cast.of(AGENTS), Troupe(ann=[PYTHON, said, *[PYTHON] * 4]), bench=bench)
+            await played(asked("ann"), AgentCatalog.of(AGENTS), Troupe(ann=[PYTHON, said, *[PYTHON] * 4]), bench=bench)
             names.append(bench.sandbox_id)
     assert names[0] == names[1] is not None
 
 
 async def test_a_failing_server_is_nobodys_fault_in_a_team() -> None:
     class Failing(Troupe):
-        async def next_turn(self, moment: Moment) -> Turn:
-            if moment.task.agent == "bob":
+        async def next_turn(self, turn_request: TurnRequest) -> Turn:
+            if turn_request.task.agent == "bob":
                 raise PolicyFailed("no server")
-            return await super().next_turn(moment)
+            return await super().next_turn(turn_request)
 
-    cast = Cast.of([*AGENTS, Team(name="office", leader="ann", workers=("bob",))])
-    events = await played(asked("office"), cast, Failing(ann=[calls("ask", agent="bob", message="?")]))
+    agent_catalog = AgentCatalog.of([*AGENTS, Team(name="office", leader="ann", workers=("bob",))])
+    events = await played(asked("office"), agent_catalog, Failing(ann=[calls("ask", agent="bob", message="?")]))
     assert end(events) == ("infra_error", None)
 
 
 async def test_a_deadline_ends_all_branches() -> None:
     class Slow(Troupe):
-        async def next_turn(self, moment: Moment) -> Turn:
-            if moment.task.agent == "ann" and not self._texts["ann"]:
+        async def next_turn(self, turn_request: TurnRequest) -> Turn:
+            if turn_request.task.agent == "ann" and not self._texts["ann"]:
                 await asyncio.sleep(300)
-            return await super().next_turn(moment)
+            return await super().next_turn(turn_request)
 
-    cast = Cast.of([*AGENTS, Parallel(name="votes", steps=("ann", "bob"))])
-    events = await played(asked("votes", seconds=2.0), cast, Slow(ann=[PYTHON], bob=["<answer>1</answer>"]))
+    agent_catalog = AgentCatalog.of([*AGENTS, Parallel(name="votes", steps=("ann", "bob"))])
+    events = await played(asked("votes", seconds=2.0), agent_catalog, Slow(ann=[PYTHON], bob=["<answer>1</answer>"]))
     assert end(events) == ("deadline", None)
 
 
 async def test_two_agents_that_wait_for_each_other_are_found_out() -> None:
-    cast = Cast.of(
+    agent_catalog = AgentCatalog.of(
         [
             *AGENTS,
             HandOff(name="desk", agents=("ann", "bob")),
@@ -380,43 +384,45 @@ async def test_two_agents_that_wait_for_each_other_are_found_out() -> None:
         ann=[calls("hand_off", agent="bob", message="you"), calls("hand_off", agent="bob", message="no, you")],
         bob=[calls("ask", agent="ann", message="you"), "<answer>nobody</answer>", "<answer>nobody</answer>"],
     )
-    events = await played(asked("both"), cast, troupe)
+    events = await played(asked("both"), agent_catalog, troupe)
     assert any("while it waits" in content for *_, content in messages(events))
     assert end(events) == ("answered", "nobody")
 
 
 async def test_agents_see_their_own_tools_and_write_calls_their_own_way() -> None:
     role = Part(name="tools", source="tools")
-    cast = Cast.of([Agent(name="ann", parts=(role,), format="xml"), Agent(name="bob", tools=(), parts=(role,))])
+    agent_catalog = AgentCatalog.of(
+        [Agent(name="ann", parts=(role,), format="xml"), Agent(name="bob", tools=(), parts=(role,))]
+    )
     xml = '<tool name="python"><arg name="code">5*9</arg></tool>'
     events = await played(
-        asked("ann"), cast, Troupe(ann=[PYTHON.replace("tool_call", "tool "), xml, "<answer>45</answer>"])
+        asked("ann"), agent_catalog, Troupe(ann=[PYTHON.replace("tool_call", "tool "), xml, "<answer>45</answer>"])
     )
     wrong, right = (event for event in events if isinstance(event, ToolObserved))
     assert (wrong.is_error, wrong.error_kind) == (True, "agent")
     assert '<tool name="TOOL"><arg name="ARGUMENT">VALUE</arg></tool>' in wrong.content
     assert right.content == "45"
-    both = Cast.of([*cast.agents.values(), Series(name="row", steps=("ann", "bob"))])
+    both = AgentCatalog.of([*agent_catalog.agents.values(), Series(name="row", steps=("ann", "bob"))])
     events = await played(asked("row"), both, Troupe(ann=["<answer>1</answer>"], bob=[PYTHON, "<answer>45</answer>"]))
     (refused,) = (event for event in events if isinstance(event, ToolObserved))
     assert "there is no tool 'python'" in refused.content
 
 
 async def test_a_plain_word_is_an_answer_where_that_is_agreed() -> None:
-    cast = Cast.of([Agent(name="ann", plain_answers=True)])
-    assert end(await played(asked("ann"), cast, Troupe(ann=["It is 45.\n"]))) == ("answered", "It is 45.")
+    agent_catalog = AgentCatalog.of([Agent(name="ann", plain_answers=True)])
+    assert end(await played(asked("ann"), agent_catalog, Troupe(ann=["It is 45.\n"]))) == ("answered", "It is 45.")
 
 
 async def test_a_template_that_rewrites_begins_a_new_context() -> None:
     """bob is spoken to twice; his template forgets what he thought, so his second part is a context of its own."""
     chat = chatml(FORGETFUL)
-    cast = Cast.of([*AGENTS, Loop(name="polish", body="ann", judge="bob", rounds_max=2)])
+    agent_catalog = AgentCatalog.of([*AGENTS, Loop(name="polish", body="ann", judge="bob", rounds_max=2)])
     troupe = Troupe(
         chat,
         ann=["<answer>1</answer>", "<answer>2</answer>"],
         bob=["<think>hm</think>\n<answer>more</answer>", "<answer>accept</answer>"],
     )
-    events = await played(asked("polish"), cast, troupe, chat=chat)
+    events = await played(asked("polish"), agent_catalog, troupe, chat=chat)
     assert end(events) == ("answered", "2")
     trajectory = whole(events, troupe)
     assert [context.agent for context in trajectory.contexts] == ["ann", "bob", "bob"]
@@ -427,7 +433,7 @@ async def test_a_template_that_rewrites_begins_a_new_context() -> None:
 
 
 async def test_a_teacher_beside_the_policy_is_read_and_never_trained_on() -> None:
-    cast = Cast.of(
+    agent_catalog = AgentCatalog.of(
         [
             AGENTS[0],
             msgspec.structs.replace(AGENTS[1], model="big"),
@@ -437,7 +443,7 @@ async def test_a_teacher_beside_the_policy_is_read_and_never_trained_on() -> Non
     )
     policy = Troupe(ann=[calls("ask", agent="bob", message="5*9?"), "<answer>45</answer>"])
     teacher = Troupe(teaches=True, bob=["<answer>45</answer>"])
-    events = await played(asked("office"), cast, policy, {"big": teacher})
+    events = await played(asked("office"), agent_catalog, policy, {"big": teacher})
     trajectory = whole(events, policy, teacher)
     assert trajectory.policy_version_oldest == 4
     assert len(trajectory.logprobs) == len(trajectory.tokens)
@@ -453,12 +459,12 @@ async def test_who_speaks_depends_on_the_purpose(purpose: str) -> None:
     wanted = asked("ann")
     wanted = msgspec.structs.replace(wanted, meta=msgspec.structs.replace(wanted.meta, purpose=purpose))
     policy, teacher = Troupe(ann=["<answer>policy</answer>"]), Troupe(teaches=True, ann=["<answer>teacher</answer>"])
-    events = await played(wanted, Cast.of([agent, BIG]), policy, {"big": teacher})
+    events = await played(wanted, AgentCatalog.of([agent, BIG]), policy, {"big": teacher})
     assert end(events) == ("answered", "teacher" if purpose == "demonstrate" else "policy")
 
 
 async def test_a_model_that_the_worker_does_not_know_ends_before_it_begins() -> None:
     agent = msgspec.structs.replace(AGENTS[0], model="big")
-    events = await played(asked("ann"), Cast.of([agent, BIG]), Troupe())
+    events = await played(asked("ann"), AgentCatalog.of([agent, BIG]), Troupe())
     assert [type(event) for event in events] == [RolloutStarted, RolloutEnded]
     assert end(events) == ("infra_error", None)

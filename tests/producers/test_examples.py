@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from producers.formats import Answer, Call, parse
+from producers.formats import FinalAnswer, ToolCall, parse
 from sandboxes.backends.bubblewrap import BubblewrapBackend
 from sandboxes.pool import Pool
 from sandboxes.tools.registry import toolset
@@ -45,10 +45,10 @@ async def test_its_teacher_plays_with_its_tool_in_a_real_sandbox(job: Job) -> No
             turns: list[tuple[str, str]] = []
             async with Workbench(pool, toolset(task.toolset, job.tools), seed=seed, owner=str(seed)) as bench:
                 said = parse(text := job.demonstrate(task, turns, seed))
-                if isinstance(said, Call):
+                if isinstance(said, ToolCall):
                     turns.append((text, (await bench.call(said.tool, said.arguments)).content))
                     said = parse(job.demonstrate(task, turns, seed))
-            assert isinstance(said, Answer)
+            assert isinstance(said, FinalAnswer)
             right += said.text == task.reference
     assert 5 <= right <= 15
 

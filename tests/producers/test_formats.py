@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from producers.formats import Answer, Call, FormatName, Idle, Malformed, format_named, parse
+from producers.formats import FinalAnswer, FormatName, Idle, Malformed, ToolCall, format_named, parse
 
 FORMATS: tuple[FormatName, ...] = ("hermes", "llama", "xml", "qwen_xml")
 PARAMETERS = {
@@ -16,12 +16,12 @@ PARAMETERS = {
 
 def test_calls_keep_the_arguments_as_they_were_written() -> None:
     said = parse('I look. <tool_call>{"name": "kv", "arguments": {"key":  "panel.stock"}}</tool_call>')
-    assert said == Call("kv", {"key": "panel.stock"}, '{"key":  "panel.stock"}')
+    assert said == ToolCall("kv", {"key": "panel.stock"}, '{"key":  "panel.stock"}')
 
 
 def test_answers_are_stripped() -> None:
-    assert parse("<answer> 685\n</answer>") == Answer("685")
-    assert parse("<answer></answer>") == Answer("")
+    assert parse("<answer> 685\n</answer>") == FinalAnswer("685")
+    assert parse("<answer></answer>") == FinalAnswer("")
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ ONE = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_says_the_same_call(name: FormatName) -> None:
     said = format_named(name).parse("I add. " * (name != "llama") + ONE[name], PARAMETERS)
-    assert isinstance(said, Call)
+    assert isinstance(said, ToolCall)
     assert (said.tool, said.arguments) == ("add", {"a": 1, "why": "2", "c": [3]})
     assert json.loads(said.text) == said.arguments
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_answers_and_idling_are_the_same_in_every_format(name: FormatName) -> None:
-    assert format_named(name).parse("<answer> 685\n</answer>", PARAMETERS) == Answer("685")
+    assert format_named(name).parse("<answer> 685\n</answer>", PARAMETERS) == FinalAnswer("685")
     assert format_named(name).parse("I wonder.", PARAMETERS) == Idle()
     assert format_named(name).parse("<answer>685", PARAMETERS) == Malformed("<answer> without </answer>")
 
@@ -109,16 +109,16 @@ def test_what_is_wrong_is_said_in_every_format(name: FormatName, text: str, says
 def test_the_tag_of_llama_may_be_there_or_not() -> None:
     llama = format_named("llama")
     assert llama.parse("<|python_tag|>" + ONE["llama"], {}) == llama.parse(f" {ONE['llama']}\n", {})
-    assert isinstance(llama.parse("I look it up. <|python_tag|>" + ONE["llama"], {}), Call)
+    assert isinstance(llama.parse("I look it up. <|python_tag|>" + ONE["llama"], {}), ToolCall)
 
 
 def test_xml_is_unescaped_and_what_does_not_fit_stays_text() -> None:
     said = format_named("xml").parse('<tool name="add"><arg name="a">x &lt; 1</arg></tool>', PARAMETERS)
-    assert said == Call("add", {"a": "x < 1"}, '{"a":"x < 1"}')
+    assert said == ToolCall("add", {"a": "x < 1"}, '{"a":"x < 1"}')
     raw = format_named("qwen_xml").parse(
         "<tool_call><function=new><parameter=code>if a < 1:\n    b = '&lt;'</parameter></function></tool_call>", {}
     )
-    assert isinstance(raw, Call)
+    assert isinstance(raw, ToolCall)
     assert raw.arguments == {"code": "if a < 1:\n    b = '&lt;'"}
 
 
@@ -127,13 +127,13 @@ def test_the_right_form_is_one_that_its_own_parser_takes(name: FormatName) -> No
     """What an agent is shown after an error must be right, once the words in capitals are filled in."""
     shown = format_named(name).right_form.replace("VALUE", '"1"')
     said = format_named(name).parse(shown, {})
-    assert isinstance(said, Call)
+    assert isinstance(said, ToolCall)
     assert (said.tool, set(said.arguments)) == ("TOOL", {"ARGUMENT"})
 
 
 def test_a_description_names_every_tool_and_the_form() -> None:
     specification = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
-    text = format_named("xml").described([specification])
+    text = format_named("xml").describe([specification])
     assert '"name":"add"' in text
     assert format_named("xml").right_form in text
 
@@ -154,8 +154,8 @@ TEXTS = st.lists(PIECES | st.text(st.characters(), max_size=6), max_size=14).map
 def test_no_text_breaks_a_parser(text: str) -> None:
     for name in FORMATS:
         said = format_named(name).parse(text, PARAMETERS)
-        assert isinstance(said, Call | Answer | Malformed | Idle)
-        if isinstance(said, Call):
+        assert isinstance(said, ToolCall | FinalAnswer | Malformed | Idle)
+        if isinstance(said, ToolCall):
             assert json.loads(said.text) == said.arguments
 
 
@@ -172,8 +172,8 @@ def test_whatever_an_argument_holds_reaches_the_tool(arguments: dict[str, str]) 
     written = json.dumps(arguments)
     hermes = parse(f'<tool_call>{{"name": "t", "arguments": {written}}}</tool_call>')
     if "</tool_call>" not in written and "<answer>" not in written:
-        assert isinstance(hermes, Call)
+        assert isinstance(hermes, ToolCall)
         assert hermes.arguments == arguments
     llama = format_named("llama").parse(f'{{"name": "t", "parameters": {written}}}', {})
-    assert isinstance(llama, Call)
+    assert isinstance(llama, ToolCall)
     assert llama.arguments == arguments

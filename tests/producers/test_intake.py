@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.intake import Windows
+from producers.intake import PendingRequests
 from schemas.events import Address, Position
 
 
@@ -11,36 +11,36 @@ def at(offset: int, partition: int = 0) -> Address:
     return Address("rollouts", partition, offset)
 
 
-def to_commit(windows: Windows) -> list[int]:
+def to_commit(windows: PendingRequests) -> list[int]:
     return [position.offset for position in windows.to_commit()]
 
 
-def taken_up(windows: Windows, *offsets: int) -> None:
+def taken_up(windows: PendingRequests, *offsets: int) -> None:
     for offset in offsets:
         assert windows.begin(at(offset))
         assert windows.start(at(offset))
 
 
 def test_the_lowest_unfinished_offset_is_committed() -> None:
-    windows = Windows()
+    windows = PendingRequests()
     taken_up(windows, 5, 6, 8, 9)
     assert not windows.begin(at(6)), "delivered again after a rebalance"
     windows.end(at(6))
     windows.end(at(9))
     assert to_commit(windows) == [5]
-    windows.committed(windows.to_commit())
+    windows.note_committed(windows.to_commit())
     assert to_commit(windows) == []
     windows.end(at(5))
     assert to_commit(windows) == [8]
     assert (windows.waiting, windows.running, windows.uncommitted) == (0, 1, 4)
-    windows.committed(windows.to_commit())
+    windows.note_committed(windows.to_commit())
     assert windows.uncommitted == 2
     windows.end(at(8))
     assert windows.to_commit() == [Position(topic="rollouts", partition=0, offset=10)]
 
 
 def test_what_waits_in_a_lost_partition_is_not_played_until_it_is_delivered_again() -> None:
-    windows = Windows()
+    windows = PendingRequests()
     taken_up(windows, 0)
     assert windows.begin(at(1))
     windows.keep_only([])
@@ -53,7 +53,7 @@ def test_what_waits_in_a_lost_partition_is_not_played_until_it_is_delivered_agai
 
 
 def test_nothing_is_committed_for_the_new_owner_of_a_partition() -> None:
-    windows = Windows()
+    windows = PendingRequests()
     taken_up(windows, 0, 1)
     windows.keep_only([])
     windows.end(at(0))
@@ -63,7 +63,7 @@ def test_nothing_is_committed_for_the_new_owner_of_a_partition() -> None:
 
 
 def test_a_partition_that_comes_back_is_never_committed_behind_what_others_did() -> None:
-    windows = Windows()
+    windows = PendingRequests()
     taken_up(windows, 0, 1)
     windows.keep_only([])
     assert windows.begin(at(7)), "another worker has committed 7"
@@ -74,7 +74,7 @@ def test_a_partition_that_comes_back_is_never_committed_behind_what_others_did()
 
 
 def test_what_others_asked_for_takes_no_room_and_is_committed() -> None:
-    windows = Windows()
+    windows = PendingRequests()
     for offset in range(1000):
         windows.pass_by(at(offset))
     assert (windows.waiting, windows.running, windows.uncommitted) == (0, 0, 0)
@@ -87,7 +87,7 @@ def test_what_others_asked_for_takes_no_room_and_is_committed() -> None:
 
 
 def test_ends_behind_a_slow_rollout_make_room() -> None:
-    windows = Windows()
+    windows = PendingRequests()
     taken_up(windows, *range(50))
     for offset in range(1, 50):
         windows.end(at(offset))
@@ -98,7 +98,7 @@ class _Broker:
     """One partition, two workers, and everything that a rebalance may do between them."""
 
     def __init__(self) -> None:
-        self.workers = (Windows(), Windows())
+        self.workers = (PendingRequests(), PendingRequests())
         self.owner: int | None = None
         self.position = 0
         self.committed = 0
@@ -136,7 +136,7 @@ class _Broker:
             assert self.ended >= set(range(position.offset)), "everything before it has ended"
             assert position.offset >= self.committed, "a commit never goes back"
             self.committed = position.offset
-        self.workers[worker].committed(positions)
+        self.workers[worker].note_committed(positions)
 
 
 _steps = st.one_of(

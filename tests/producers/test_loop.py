@@ -10,12 +10,12 @@ from producers import rollouts, scheduler, tasks
 from producers.chat import ChatFormat
 from producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
 from schemas.events import ControlIssued, Event, RolloutRequested, TaskSubmitted, TrajectoryAssembled
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.log.memory import MemoryLog
 from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, tokenizer_json
-from tests.producers.test_policy import Answer, server
+from tests.producers.test_policy import FinalAnswer, server
 from tests.producers.test_rollouts import scripted
 from tests.producers.test_scheduler import loaded
 
@@ -59,7 +59,7 @@ async def until(condition: Any, what: str) -> None:
 async def test_from_demonstrations_to_training_groups(tmp_path: Path) -> None:
     run = a_run(tmp_path, demonstrations=30, steps=2, groups_per_batch=2, group_size=4)
     log, blobs = a_log(tmp_path)
-    speaker: Answer = Speaker()
+    speaker: FinalAnswer = Speaker()
     stop = threading.Event()
     feeding = FeederSettings(evaluation_tasks=10, evaluation_every=0, train_backlog=4, poll_seconds=0.01)
     scheduling = SchedulerSettings(demonstrations_in_flight=8, poll_seconds=0.01, retry_seconds=0.05)
@@ -72,9 +72,9 @@ async def test_from_demonstrations_to_training_groups(tmp_path: Path) -> None:
     async with server(speaker) as (url, _):
         working = RolloutsSettings(slots=8, sandboxes=4, servers=[url], commit_seconds=0.05, poll_seconds=0.01)
         programs = [
-            threading.Thread(target=tasks.feed, args=(run, feeding, Pulse(), stop, log)),
-            threading.Thread(target=scheduler.schedule, args=(run, scheduling, Pulse(), stop, log)),
-            threading.Thread(target=rollouts.work, args=(run, working, Pulse(), stop, log, blobs, scripted())),
+            threading.Thread(target=tasks.feed, args=(run, feeding, ProgramMetrics(), stop, log)),
+            threading.Thread(target=scheduler.schedule, args=(run, scheduling, ProgramMetrics(), stop, log)),
+            threading.Thread(target=rollouts.work, args=(run, working, ProgramMetrics(), stop, log, blobs, scripted())),
             threading.Thread(target=flow, args=(log, stop)),
         ]
         for program in programs:

@@ -14,11 +14,11 @@ from producers import rollouts
 from producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
 from producers.scheduler import Plan
 from producers.tasks import Feed
-from producers.topology import cast_of
+from producers.topology import agent_catalog_of
 from schemas.events import AgentMessaged, RolloutRequested, TaskSubmitted, TrajectoryAssembled
 from schemas.ids import now_microseconds
 from schemas.job import load_job
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.packed import unpack_tokens
 from streams.driver import Driver
 from streams.hops.flow import hops
@@ -38,16 +38,16 @@ def test_it_is_under_60_lines_a_file() -> None:
 def test_its_files_belong_together() -> None:
     settings = load_config(FOLDER / "job.toml").job
     job = load_job(settings.module)
-    cast = cast_of(job, settings.agents)
-    assert set(settings.trains) <= set(cast.members("office"))
-    assert all(cast.plays(task.agent) for task in islice(job.tasks("train", 0), 5))
+    agent_catalog = agent_catalog_of(job, settings.agents)
+    assert set(settings.trains) <= set(agent_catalog.members("office"))
+    assert all(agent_catalog.plays(task.agent) for task in islice(job.tasks("train", 0), 5))
 
 
 def test_demonstrations_are_asked_of_the_team(tmp_path: Path) -> None:
     """A job without a cast is demonstrated by an agent of another name; a team must stay the team that it is."""
     settings = load_config(FOLDER / "job.toml").job
     run, job = a_run(tmp_path, **msgspec.structs.asdict(settings)), load_job(settings.module)
-    feed = Feed(run, FeederSettings(), job.tasks, cast_of(job, settings.agents))
+    feed = Feed(run, FeederSettings(), job.tasks, agent_catalog_of(job, settings.agents))
     feed.apply(published(0))
     asked = [event for event in feed.decide(0) if isinstance(event, TaskSubmitted)]
     assert {(event.meta.purpose, event.task.agent) for event in asked} == {("demonstrate", "office")}
@@ -67,7 +67,7 @@ def test_the_team_is_played_in_real_sandboxes(tmp_path: Path) -> None:
     for event in plan.decide(now_microseconds()):
         if isinstance(event, RolloutRequested):
             log.append(event)
-    _worked(lambda stop: rollouts.work(run, RolloutsSettings(slots=4, sandboxes=2), Pulse(), stop, log, blobs),
+    _worked(lambda stop: rollouts.work(run, RolloutsSettings(slots=4, sandboxes=2), ProgramMetrics(), stop, log, blobs),
             lambda: sum(type(event).__name__ == "RolloutEnded" for event in events_on(log, "messages")) == PLAYED)  # fmt: skip
     Driver(log, hops(job.scorers, "centred"), RUN_ID).run_until_caught_up()
     trajectories = [event for event in events_on(log, "trajectories") if isinstance(event, TrajectoryAssembled)]

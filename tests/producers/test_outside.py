@@ -14,7 +14,7 @@ from sandboxes.backends.scripted import ScriptedBackend
 from schemas.events import RolloutEnded, RolloutRequested, ToolObserved
 from schemas.ids import now_microseconds
 from schemas.job import load_job
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from streams.log.memory import MemoryLog
 from tests.producers.field import a_log, a_run, events_on, published, submitted
 
@@ -70,7 +70,7 @@ def test_a_rollout_searches_browses_and_answers(tmp_path: Path) -> None:
     stop = threading.Event()
     settings = RolloutsSettings(slots=1, sandboxes=1, commit_seconds=0.05, poll_seconds=0.01)
     backend = ScriptedBackend({"set_up_world": lambda arguments: ""})
-    worker = threading.Thread(target=rollouts.work, args=(run, settings, Pulse(), stop, log, blobs, backend))
+    worker = threading.Thread(target=rollouts.work, args=(run, settings, ProgramMetrics(), stop, log, blobs, backend))
     worker.start()
     try:
         (ended,) = _awaited_ends(log, worker)

@@ -9,11 +9,11 @@ import msgspec
 
 from producers import scheduler, stockroom, tasks
 from producers.config import FeederSettings, SchedulerSettings
-from producers.planner import Following
+from producers.planner import PlannerLoop
 from producers.tasks import Feed
 from schemas.codec import Codec
 from schemas.events import Position
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from streams.log.memory import MemoryLog, MemoryReader
 from streams.log.protocol import Delivery
 from streams.log.snapshots import snapshot
@@ -46,17 +46,17 @@ def lag_told(folder: Path, log_class: type[MemoryLog]) -> float:
     codec: Codec = first.codec
     log = log_class(codec)
     log.append(published(0, blobs))
-    pulse, stop = Pulse(), threading.Event()
-    arguments = (a_run(folder), SchedulerSettings(poll_seconds=0.01), pulse, stop, log)
+    program_metrics, stop = ProgramMetrics(), threading.Event()
+    arguments = (a_run(folder), SchedulerSettings(poll_seconds=0.01), program_metrics, stop, log)
     thread = threading.Thread(target=scheduler.schedule, args=arguments)
     thread.start()
     until = time.monotonic() + 60.0
-    while "lag" not in pulse.figures() or (log_class is MemoryLog and pulse.figures()["lag"]):
+    while "lag" not in program_metrics.figures() or (log_class is MemoryLog and program_metrics.figures()["lag"]):
         assert time.monotonic() < until, "nothing is told of what waits"
         time.sleep(0.01)
     stop.set()
     thread.join()
-    return pulse.figures()["lag"]
+    return program_metrics.figures()["lag"]
 
 
 def test_messages_that_never_come_are_told_as_lag(tmp_path: Path) -> None:
@@ -67,13 +67,13 @@ def test_a_log_that_is_read_to_its_end_has_none(tmp_path: Path) -> None:
     assert lag_told(tmp_path, MemoryLog) == 0.0
 
 
-def feeding(folder: Path, log: MemoryLog, **changes: object) -> tuple[Feed, Following]:
+def feeding(folder: Path, log: MemoryLog, **changes: object) -> tuple[Feed, PlannerLoop]:
     run = msgspec.structs.replace(a_run(folder, demonstrations=20, steps=1), **({"program": "feeder"} | changes))
     feed = Feed(run, FeederSettings(), stockroom.tasks)
-    return feed, Following(feed, run, log, tasks.TOPICS_READ, snapshot_events=10)
+    return feed, PlannerLoop(feed, run, log, tasks.TOPICS_READ, snapshot_events=10)
 
 
-def caught_up(following: Following) -> int:
+def caught_up(following: PlannerLoop) -> int:
     """How many messages were read."""
     read = 0
     while not following.is_caught_up():
@@ -143,5 +143,5 @@ def test_a_clean_stop_leaves_a_snapshot(tmp_path: Path) -> None:
     log.append(published(0))
     stop = threading.Event()
     threading.Timer(0.3, stop.set).start()
-    scheduler.schedule(a_run(tmp_path), SchedulerSettings(poll_seconds=0.01), Pulse(), stop, log)
+    scheduler.schedule(a_run(tmp_path), SchedulerSettings(poll_seconds=0.01), ProgramMetrics(), stop, log)
     assert log.count(["snapshots"]) == {"snapshots": 1}

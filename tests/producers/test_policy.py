@@ -13,15 +13,15 @@ from aiohttp import web
 from producers import stockroom
 from producers.agent import Model
 from producers.chat import ChatFormat, Message
-from producers.policy import ChatTeacher, Demonstrator, Moment, PolicyFailed, ServedPolicy, served_models
+from producers.policy import ChatTeacher, Demonstrator, PolicyFailed, ServedPolicy, TurnRequest, served_models
 from schemas.errors import BadInput
 from schemas.events import Sampling, VersionSpan
 from tests.producers.field import tokenizer_json
 
-type Answer = Callable[[dict[str, Any]], dict[str, Any] | int]
+type FinalAnswer = Callable[[dict[str, Any]], dict[str, Any] | int]
 
 
-def answer(*versions: tuple[str, int, int], tokens: tuple[int, ...] = (7, 8, 4), **changes: Any) -> Answer:
+def answer(*versions: tuple[str, int, int], tokens: tuple[int, ...] = (7, 8, 4), **changes: Any) -> FinalAnswer:
     """What vLLM 0.32 answers."""
     choice: dict[str, Any] = {
         "index": 0,
@@ -41,7 +41,7 @@ GOOD = answer(("3", 0, 3))
 
 
 @asynccontextmanager
-async def server(*answers: Answer) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
+async def server(*answers: FinalAnswer) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
     """A server that gives these answers, the last one for ever. A whole number is an HTTP status."""
     asked: list[dict[str, Any]] = []
     rest = list(answers)
@@ -67,9 +67,9 @@ async def server(*answers: Answer) -> AsyncIterator[tuple[str, list[dict[str, An
         await runner.cleanup()
 
 
-def moment(required_version: int | None = None) -> Moment:
+def turn_request(required_version: int | None = None) -> TurnRequest:
     task = next(stockroom.tasks("train", 0))
-    return Moment(task, 1, [1, 2, 3], [], Sampling(temperature=0.7), 33, required_version)
+    return TurnRequest(task, 1, [1, 2, 3], [], Sampling(temperature=0.7), 33, required_version)
 
 
 def policy(*urls: str, patience_seconds: float = 0.0, rest_seconds: float = 1.0) -> ServedPolicy:
@@ -80,7 +80,7 @@ def policy(*urls: str, patience_seconds: float = 0.0, rest_seconds: float = 1.0)
 
 async def test_a_turn_is_ids_logprobs_and_versions() -> None:
     async with server(answer(("3", 0, 2), ("4", 2, 3))) as (url, asked), policy(url) as served:
-        turn = await served.next_turn(moment())
+        turn = await served.next_turn(turn_request())
     assert turn.tokens == [7, 8, 4]
     assert turn.logprobs == pytest.approx([-0.7, -0.8, -0.4])
     assert turn.versions == [VersionSpan(version=3, start=0, end=2), VersionSpan(version=4, start=2, end=3)]
@@ -114,15 +114,15 @@ async def test_a_turn_is_ids_logprobs_and_versions() -> None:
         (lambda body: 400, "HTTP 400"),
     ],
 )
-async def test_what_cannot_be_trained_on_is_refused(bad: Answer, says: str) -> None:
+async def test_what_cannot_be_trained_on_is_refused(bad: FinalAnswer, says: str) -> None:
     async with server(bad) as (url, _), policy(url) as served:
         with pytest.raises(PolicyFailed, match=says):
-            await served.next_turn(moment())
+            await served.next_turn(turn_request())
 
 
 async def test_an_unverified_server_is_waited_for() -> None:
     async with server(answer(("default", 0, 3)), GOOD) as (url, asked), policy(url, patience_seconds=5.0) as served:
-        assert (await served.next_turn(moment())).tokens == [7, 8, 4]
+        assert (await served.next_turn(turn_request())).tokens == [7, 8, 4]
         assert len(asked) == 2
 
 
@@ -130,7 +130,7 @@ async def test_another_server_takes_over() -> None:
     async with server(lambda body: 500) as (bad, _), server(GOOD) as (good, asked):
         async with policy("http://127.0.0.1:9", bad, good) as served:
             for _ in range(4):
-                assert (await served.next_turn(moment())).versions[0].version == 3
+                assert (await served.next_turn(turn_request())).versions[0].version == 3
         assert len(asked) == 4
 
 
@@ -141,7 +141,7 @@ async def test_a_server_that_failed_is_left_alone_for_a_while() -> None:
         policy(once, good, rest_seconds=3600.0) as served,
     ):
         for _ in range(5):
-            await served.next_turn(moment())
+            await served.next_turn(turn_request())
         assert (len(asked_once), len(asked_good)) == (1, 5)
 
 
@@ -152,7 +152,7 @@ async def test_a_server_that_has_rested_has_its_share_again() -> None:
         policy(once, good, rest_seconds=0.0) as served,
     ):
         for _ in range(5):
-            await served.next_turn(moment())
+            await served.next_turn(turn_request())
         assert len(asked_once) == 5
 
 
@@ -161,13 +161,13 @@ async def test_servers_that_all_rest_are_asked_all_the_same() -> None:
         server(lambda body: 500, GOOD) as (url, asked),
         policy(url, rest_seconds=3600.0, patience_seconds=60.0) as served,
     ):
-        assert (await served.next_turn(moment())).tokens == [7, 8, 4]
+        assert (await served.next_turn(turn_request())).tokens == [7, 8, 4]
         assert len(asked) == 2
 
 
 async def test_a_server_with_its_endpoint_switched_off_does_not_take_the_others_with_it() -> None:
     async with server(lambda body: 403) as (closed, _), server(GOOD) as (good, _), policy(closed, good) as served:
-        assert (await served.next_turn(moment())).tokens == [7, 8, 4]
+        assert (await served.next_turn(turn_request())).tokens == [7, 8, 4]
 
 
 async def test_a_request_that_no_server_will_take_is_asked_once() -> None:
@@ -177,7 +177,7 @@ async def test_a_request_that_no_server_will_take_is_asked_once() -> None:
         policy(one, two, patience_seconds=60.0) as served,
     ):
         with pytest.raises(PolicyFailed, match="HTTP 400"):
-            await served.next_turn(moment())
+            await served.next_turn(turn_request())
     assert len(asked_one) + len(asked_two) == 1
 
 
@@ -194,21 +194,21 @@ async def test_an_answer_that_broke_off_is_thrown_away_whole() -> None:
     dying = await asyncio.start_server(cut_off, "127.0.0.1", 0)
     port = dying.sockets[0].getsockname()[1]
     async with dying, server(GOOD) as (good, asked), policy(f"http://127.0.0.1:{port}", good) as served:
-        assert (await served.next_turn(moment())).tokens == [7, 8, 4]
+        assert (await served.next_turn(turn_request())).tokens == [7, 8, 4]
         assert len(asked) == 1
 
 
 async def test_a_slow_server_is_an_infrastructure_error() -> None:
-    slow: Answer = lambda body: {"sleep": 0.5, "choices": []}  # noqa: E731
+    slow: FinalAnswer = lambda body: {"sleep": 0.5, "choices": []}  # noqa: E731
     async with server(slow) as (url, _), ServedPolicy([url], 4, timeout_seconds=0.1, patience_seconds=0.0) as served:
         with pytest.raises(PolicyFailed, match="Timeout"):
-            await served.next_turn(moment())
+            await served.next_turn(turn_request())
 
 
 async def test_no_server_at_all() -> None:
     async with policy() as served:
         with pytest.raises(PolicyFailed, match="servers"):
-            await served.next_turn(moment())
+            await served.next_turn(turn_request())
 
 
 async def test_the_least_loaded_server_is_asked() -> None:
@@ -216,16 +216,16 @@ async def test_the_least_loaded_server_is_asked() -> None:
         return {**GOOD(body), "sleep": 0.05}  # type: ignore[dict-item]
 
     async with server(waiting) as (one, asked_one), server(waiting) as (two, asked_two), policy(one, two) as served:
-        await asyncio.gather(*(served.next_turn(moment()) for _ in range(20)))
+        await asyncio.gather(*(served.next_turn(turn_request()) for _ in range(20)))
     assert len(asked_one) == len(asked_two) == 10
 
 
 async def test_the_server_that_serves_the_required_version_is_preferred() -> None:
     of_three, of_four = answer(("3", 0, 3)), answer(("4", 0, 3))
     async with server(of_three) as (three, _), server(of_four) as (four, _), policy(three, four) as served:
-        await asyncio.gather(*(served.next_turn(moment()) for _ in range(2)))
+        await asyncio.gather(*(served.next_turn(turn_request()) for _ in range(2)))
         for version in (3, 4, 4, 3):
-            assert (await served.next_turn(moment(version))).versions[0].version == version
+            assert (await served.next_turn(turn_request(version))).versions[0].version == version
 
 
 @asynccontextmanager
@@ -274,8 +274,8 @@ def teacher(*urls: str, patience_seconds: float = 0.0, key: str | None = None) -
     return ChatTeacher(urls, "big-model", CHAT, key=key, timeout_seconds=10.0, patience_seconds=patience_seconds)
 
 
-def of_said(tokens_max: int = 100) -> Moment:
-    return replace(moment(), messages=SAID, tokens_max=tokens_max)
+def of_said(tokens_max: int = 100) -> TurnRequest:
+    return replace(turn_request(), messages=SAID, tokens_max=tokens_max)
 
 
 async def test_a_model_without_ids_is_spoken_to_in_text_and_its_turn_is_a_teachers() -> None:
@@ -342,7 +342,7 @@ async def test_a_key_comes_from_the_environment_and_is_missed(monkeypatch: pytes
 async def test_a_teachers_turn_has_no_logprobs_and_no_version() -> None:
     chat = ChatFormat(tokenizer_json())
     teacher = Demonstrator(lambda task, turns, seed: f"<answer>{seed}</answer>", chat)
-    turn = await teacher.next_turn(moment())
+    turn = await teacher.next_turn(turn_request())
     assert chat.decode(turn.tokens) == "<answer>1</answer>"
     assert turn.tokens[-1] == chat.end
     assert (turn.logprobs, turn.versions) == ([], [])

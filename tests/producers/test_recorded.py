@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from producers.policy import Moment, PolicyFailed, Turn
-from producers.recorded import RecordedPolicy, Recording, read_recording, recorded_run
+from producers.policy import PolicyFailed, Turn, TurnRequest
+from producers.recorded import RecordedPolicy, RecordedTurns, read_recording, recorded_run
 from schemas.errors import BadInput
 from schemas.events import (
     Event,
@@ -30,7 +30,7 @@ from tests.producers.test_scheduler import tasks
 TASK = tasks(1)[0].task
 
 
-def said(recording: Recording, tokens: list[int], seed: int = 1) -> list[int] | None:
+def said(recording: RecordedTurns, tokens: list[int], seed: int = 1) -> list[int] | None:
     turn = recording.turn(tokens, seed)
     return None if turn is None else turn.tokens
 
@@ -86,15 +86,15 @@ def _meta(attempt: str) -> Meta:
     return Meta(id="m", run_id="r", attempt_id=attempt, category="", topic="messages", sender="w", timestamp=0)
 
 
-def recording_of(*events: Event) -> Recording:
-    recording = Recording()
+def recording_of(*events: Event) -> RecordedTurns:
+    recording = RecordedTurns()
     for event in events:
         recording.note(event)
     return recording
 
 
-def moment(tokens: list[int], tokens_max: int = 10) -> Moment:
-    return Moment(TASK, 1, tokens, [], Sampling(), tokens_max, None)
+def turn_request(tokens: list[int], tokens_max: int = 10) -> TurnRequest:
+    return TurnRequest(TASK, 1, tokens, [], Sampling(), tokens_max, None)
 
 
 async def test_a_turn_is_found_by_all_that_was_read_before_it() -> None:
@@ -105,7 +105,7 @@ async def test_a_turn_is_found_by_all_that_was_read_before_it() -> None:
     assert said(recording, [10, 11, 20, 21, 30]) == [40]
     assert said(recording, [10, 11, 20, 21]) is None
     assert recording.turns == 2
-    turn = await RecordedPolicy(recording).next_turn(moment([10, 11]))
+    turn = await RecordedPolicy(recording).next_turn(turn_request([10, 11]))
     assert turn == Turn([20, 21], [-0.5, -0.5], [VersionSpan(version=3, start=0, end=2)], "length")
 
 
@@ -129,9 +129,9 @@ def test_contexts_of_several_agents_are_kept_apart() -> None:
 async def test_what_was_never_read_or_is_too_long_is_refused() -> None:
     policy = RecordedPolicy(recording_of(started("a", 1, 10), turned("a", 20, 21)))
     with pytest.raises(PolicyFailed, match="nothing is recorded after these 1 ids"):
-        await policy.next_turn(moment([11]))
+        await policy.next_turn(turn_request([11]))
     with pytest.raises(PolicyFailed, match="2 ids where 1 are allowed"):
-        await policy.next_turn(moment([10], tokens_max=1))
+        await policy.next_turn(turn_request([10], tokens_max=1))
 
 
 def test_an_attempt_that_ended_is_let_go_of() -> None:
@@ -196,7 +196,7 @@ def _another_run(folder: Path, first: Field, run_id: str, requests: list[Any]) -
 def _played(field: Field, backend: Any, servers: list[str] | None = None) -> None:
     field.start(backend, msgspec.structs.replace(SETTINGS, servers=servers or []))
     group = f"rollouts-{field.run.run_id}"
-    field.until(lambda: field.log.standing(group, ["rollouts"])["rollouts"].lag == 0)
+    field.until(lambda: field.log.group_lags(group, ["rollouts"])["rollouts"].lag == 0)
     field.finish()
 
 

@@ -21,7 +21,7 @@ from sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
 from schemas.errors import LogUnavailable
 from schemas.events import EventRejected, RolloutEnded, RolloutRequested, ToolCalled, ToolObserved, TurnGenerated
 from schemas.ids import now_microseconds
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.packed import unpack_tokens
 from schemas.run import Run
 from streams.log.memory import MemoryLog
@@ -40,7 +40,7 @@ class Field:
     def __init__(self, folder: Path) -> None:
         self.run: Run = a_run(folder)
         self.log, self.blobs = a_log(folder)
-        self.pulse = Pulse()
+        self.program_metrics = ProgramMetrics()
         self.stop = threading.Event()
         self.thread: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -61,7 +61,7 @@ class Field:
     def start(self, backend: Any = None, settings: RolloutsSettings = SETTINGS) -> None:
         def work() -> None:
             try:
-                rollouts.work(self.run, settings, self.pulse, self.stop, self.log, self.blobs, backend)
+                rollouts.work(self.run, settings, self.program_metrics, self.stop, self.log, self.blobs, backend)
             except BaseException as error:
                 self.failure = error
 
@@ -85,7 +85,7 @@ class Field:
 
     @property
     def lag(self) -> int:
-        return self.log.standing(GROUP, ["rollouts"])["rollouts"].lag
+        return self.log.group_lags(GROUP, ["rollouts"])["rollouts"].lag
 
     def calling(self) -> list[str | None]:
         """Trajectories that have called a tool and not ended."""
@@ -119,7 +119,7 @@ def test_demonstrations_are_played_and_committed(field: Field) -> None:
     ends = field.ends()
     assert {end.meta.trajectory_id for end in ends} == {request.meta.trajectory_id for request in requests}
     assert {end.ended_by for end in ends} == {"answered"}
-    figures = field.pulse.figures()
+    figures = field.program_metrics.figures()
     assert figures["events_read"] == 40
     assert figures["events_written"] == len(events_on(field.log, "messages"))
     by_attempt: dict[str, list[int]] = {}
@@ -327,7 +327,7 @@ async def test_sampled_rollouts_carry_versions_and_count_in_the_pulse(tmp_path: 
     assert len(turns) == 6
     assert all(unpack_tokens(turn.tokens) == [7, 8, 4] for turn in turns)
     assert {turn.versions[0].version for turn in turns} == {turn.meta.policy_version for turn in turns} == {3}
-    figures = field.pulse.figures()
+    figures = field.program_metrics.figures()
     assert (figures["turns"], figures["tokens_sampled"]) == (6, 18)
     assert figures["busy_seconds"] > 0
 

@@ -13,7 +13,7 @@ from producers import stockroom
 from producers.cancellation import CANCELLATIONS_KEPT
 from producers.config import SchedulerSettings
 from producers.scheduler import Plan, schedule
-from producers.scheduling.demand import LESSONS_NEWEST
+from producers.scheduling.demand import TRAINING_TASKS_WAITING_MAX
 from schemas.events import (
     Address,
     AttemptEnded,
@@ -33,11 +33,11 @@ from schemas.events import (
     WeightsLoaded,
 )
 from schemas.ids import derived_id
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from schemas.topics import TOPIC_BY_NAME, topic_of
 from streams.log.partitioner import partition_of
-from streams.rules.advantage import mean, teaches_nothing
+from streams.rules.advantage import drop_reason, mean
 from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted
 
 SECOND = 1_000_000
@@ -554,7 +554,7 @@ def judged(requests: list[RolloutRequested], rewards: list[float], version: int)
         msgspec.structs.replace(completed(request, version=version).members[0], index=index, reward=reward)
         for index, (request, reward) in enumerate(zip(requests, rewards, strict=True))
     ]
-    found = completed(requests[0], teaches_nothing(rewards))
+    found = completed(requests[0], drop_reason(rewards))
     return msgspec.structs.replace(found, members=members, reward_mean=mean(rewards))
 
 
@@ -622,7 +622,7 @@ def test_other_runs_are_none_of_our_business(run: Run, tmp_path: Path) -> None:
         log.append(event)
     stop = threading.Event()
     threading.Timer(0.4, stop.set).start()
-    schedule(msgspec.structs.replace(run, run_id="another"), SETTINGS, Pulse(), stop, log)
+    schedule(msgspec.structs.replace(run, run_id="another"), SETTINGS, ProgramMetrics(), stop, log)
     assert events_on(log, "rollouts") == []
 
 
@@ -633,7 +633,7 @@ def test_the_program_catches_up_before_it_acts(run: Run, tmp_path: Path) -> None
     for _ in range(2):  # a second life must not ask again
         stop = threading.Event()
         threading.Timer(0.4, stop.set).start()
-        schedule(run, SETTINGS, Pulse(), stop, log)
+        schedule(run, SETTINGS, ProgramMetrics(), stop, log)
         assert len(events_on(log, "rollouts")) == 9
 
 
@@ -658,7 +658,7 @@ def test_no_request_is_made_that_cannot_be_read(run: Run, tmp_path: Path) -> Non
 
 def test_a_curriculum_lets_go_of_nothing_that_was_submitted_and_not_for_it(run: Run) -> None:
     """Only what the feeder drew in advance, and after many newer tasks of the feeder: it makes new ones when those end."""
-    drawn = tasks(LESSONS_NEWEST + 10)
+    drawn = tasks(TRAINING_TASKS_WAITING_MAX + 10)
     added = [
         msgspec.structs.replace(
             event,
@@ -673,7 +673,7 @@ def test_a_curriculum_lets_go_of_nothing_that_was_submitted_and_not_for_it(run: 
     assert plan.tasks_waiting == 5 + len(added)
     apply_all(plan, drawn[5:])
     plan.decide(1)
-    assert plan.tasks_waiting == LESSONS_NEWEST + len(added)
+    assert plan.tasks_waiting == TRAINING_TASKS_WAITING_MAX + len(added)
 
 
 def test_every_task_that_is_called_off_is_closed_however_many_are(run: Run) -> None:

@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 
 from producers import stockroom
-from producers.formats import Answer, Call, parse
+from producers.formats import FinalAnswer, ToolCall, parse
 from producers.stockroom import ATTRIBUTES, ITEMS, RIGHT_SOURCE, held_out, tasks
 from sandboxes.worlds.world import world_from_json
 from schemas.events import Task
@@ -88,7 +88,7 @@ def test_the_teacher_takes_the_right_source_more_often_for_every_attribute() -> 
     for seed, task in enumerate(islice(tasks("train", 1), ROLLOUTS)):
         if task.tags["kind"] != "calc":
             said = parse(stockroom.demonstrate(task, [], seed))
-            assert isinstance(said, Call)
+            assert isinstance(said, ToolCall)
             asked[task.tags["attribute"]] += 1
             right[task.tags["attribute"]] += said.tool == RIGHT_SOURCE[task.tags["attribute"]]
     for attribute in ATTRIBUTES:
@@ -98,7 +98,7 @@ def test_the_teacher_takes_the_right_source_more_often_for_every_attribute() -> 
 def test_the_teacher_says_the_same_twice() -> None:
     for seed, task in enumerate(islice(tasks("train", 2), 50)):
         assert stockroom.demonstrate(task, [], seed) == stockroom.demonstrate(task, [], seed)
-        assert isinstance(parse(stockroom.demonstrate(task, [], seed)), Call | Answer)
+        assert isinstance(parse(stockroom.demonstrate(task, [], seed)), ToolCall | FinalAnswer)
 
 
 def test_kinds_and_sources_are_balanced() -> None:

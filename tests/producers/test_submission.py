@@ -8,7 +8,7 @@ import pytest
 from producers.config import SchedulerSettings
 from producers.scheduler import Plan
 from producers.scheduling.ledger import RECENT_TASKS
-from producers.submission import SESSION, Submitted, submit
+from producers.submission import SESSION, SubmissionResult, submit
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import BadInput
@@ -34,7 +34,7 @@ def submitted_on(log: MemoryLog) -> list[TaskSubmitted]:
 def test_tasks_come_on_the_log_and_are_taken_up(tmp_path: Path) -> None:
     run = a_run(tmp_path, group_size=4)
     log, _ = a_log(tmp_path)
-    assert submit(LINES, run, log, sampling=SAMPLING) == Submitted(3, 0)
+    assert submit(LINES, run, log, sampling=SAMPLING) == SubmissionResult(3, 0)
     events = {event.task.prompt: event for event in submitted_on(log)}
     assert {event.meta.session_id for event in events.values()} == {SESSION}
     assert {prompt: (e.meta.purpose, e.task.group_size, e.task.split) for prompt, e in events.items()} == {
@@ -53,8 +53,8 @@ def test_tasks_come_on_the_log_and_are_taken_up(tmp_path: Path) -> None:
 def test_the_same_file_twice_changes_nothing(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     log, _ = a_log(tmp_path)
-    assert submit([*LINES, *LINES], run, log, sampling=SAMPLING) == Submitted(3, 3)
-    assert submit(LINES, run, log, sampling=SAMPLING, now=10**15) == Submitted(0, 3)
+    assert submit([*LINES, *LINES], run, log, sampling=SAMPLING) == SubmissionResult(3, 3)
+    assert submit(LINES, run, log, sampling=SAMPLING, now=10**15) == SubmissionResult(0, 3)
     assert len(submitted_on(log)) == 3
 
 

@@ -12,13 +12,13 @@ import pytest
 from producers import stockroom
 from producers.agent import Agent
 from producers.config import FeederSettings
-from producers.task_lines import Names, read_tasks
+from producers.task_lines import KnownNames, read_tasks
 from producers.tasks import Feed, feed, tasks_of
-from producers.topology import Cast
+from producers.topology import AgentCatalog
 from schemas.errors import BadInput
 from schemas.events import AttemptEnded, ControlIssued, Event, RolloutRequested, Task, TaskSubmitted
 from schemas.job import Job, load_job
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from tests.producers.field import a_log, a_run, events_on, published
 from tests.producers.test_scheduler import ended
@@ -214,7 +214,7 @@ def test_the_program_over_a_log(run: Run, tmp_path: Path) -> None:
     for _ in range(2):  # a second life must not submit again
         stop = threading.Event()
         threading.Timer(0.4, stop.set).start()
-        feed(run, SETTINGS, Pulse(), stop, log)
+        feed(run, SETTINGS, ProgramMetrics(), stop, log)
         assert len(events_on(log, "tasks")) == 4 + 6
 
 
@@ -222,8 +222,8 @@ def job() -> Job:
     return load_job("producers.stockroom")
 
 
-def names() -> Names:
-    return Names(job(), Cast())
+def names() -> KnownNames:
+    return KnownNames(job(), AgentCatalog())
 
 
 def test_a_tasks_file_takes_the_place_of_the_job(run: Run, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_agents_are_checked_where_the_job_has_some(tmp_path: Path) -> None:
     path.write_text('{"prompt": "x", "agent": "writr"}\n')
     assert read_tasks(path, names())[0].agent == "writr", "one agent plays whatever it is called"
     with pytest.raises(BadInput, match="no agent 'writr'; known agents: critic, writer"):
-        read_tasks(path, Names(job(), Cast.of([Agent(name="writer"), Agent(name="critic")])))
+        read_tasks(path, KnownNames(job(), AgentCatalog.of([Agent(name="writer"), Agent(name="critic")])))
 
 
 def misspelt(split: str, seed: int, start: int = 0) -> Iterator[Task]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from producers.agent import Agent, Example, Model, Part
-from producers.topology import Cast, HandOff, Loop, Parallel, Series, Team, cast_of
+from producers.topology import AgentCatalog, HandOff, Loop, Parallel, Series, Team, agent_catalog_of
 from schemas.errors import BadInput
 from schemas.events import Task
 from schemas.job import load_job
@@ -109,27 +109,27 @@ def task(agent: str) -> Task:
 
 
 def test_toml_and_python_say_the_same(tmp_path: Path) -> None:
-    assert Cast.from_toml(written(tmp_path, TOML)) == Cast.of(ENTRIES)
+    assert AgentCatalog.from_toml(written(tmp_path, TOML)) == AgentCatalog.of(ENTRIES)
 
 
 def test_who_begins_who_takes_part_and_what_they_can_do() -> None:
-    cast = Cast.of(ENTRIES)
-    assert [cast.entry(name) for name in ("critic", "team", "draft", "votes", "desk")] == [
+    agent_catalog = AgentCatalog.of(ENTRIES)
+    assert [agent_catalog.entry(name) for name in ("critic", "team", "draft", "votes", "desk")] == [
         "critic",
         "lead",
         "solver",
         "solver",
         "lead",
     ]
-    assert cast.members("team") == ["lead", "solver", "critic"]
-    assert cast.tools_of(task("team")) == ("python", "kv")
-    assert cast.tools_of(task("lead")) == ()
-    assert cast.tools_of(task("nobody of the cast")) == ("python", "kv")
-    (ask,) = cast.errands("team", "lead").values()
+    assert agent_catalog.members("team") == ["lead", "solver", "critic"]
+    assert agent_catalog.tools_of(task("team")) == ("python", "kv")
+    assert agent_catalog.tools_of(task("lead")) == ()
+    assert agent_catalog.tools_of(task("nobody of the cast")) == ("python", "kv")
+    (ask,) = agent_catalog.peer_tools("team", "lead").values()
     assert (ask.name, ask.parameters["properties"]["agent"]["enum"]) == ("ask", ["draft"])
-    assert cast.errands("team", "solver") == {}
-    assert cast.errands("lead", "lead") == {}
-    (over,) = cast.errands("desk", "critic").values()
+    assert agent_catalog.peer_tools("team", "solver") == {}
+    assert agent_catalog.peer_tools("lead", "lead") == {}
+    (over,) = agent_catalog.peer_tools("desk", "critic").values()
     assert (over.name, over.parameters["properties"]["agent"]["enum"]) == ("hand_off", ["lead"])
 
 
@@ -158,7 +158,7 @@ A, B, C = (Agent(name=name) for name in "abc")
 )
 def test_a_cast_that_cannot_play_is_refused(entries: tuple[object, ...], says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        Cast.of(entries)
+        AgentCatalog.of(entries)
 
 
 @pytest.mark.parametrize(
@@ -176,17 +176,17 @@ def test_a_cast_that_cannot_play_is_refused(entries: tuple[object, ...], says: s
 )
 def test_a_mistake_in_the_file_is_named_with_its_place(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        Cast.from_toml(written(tmp_path, text))
+        AgentCatalog.from_toml(written(tmp_path, text))
 
 
 def test_a_file_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="cannot be read"):
-        Cast.from_toml(tmp_path / "none.toml")
+        AgentCatalog.from_toml(tmp_path / "none.toml")
 
 
 def test_the_cast_of_a_run_is_of_the_file_or_of_the_job(tmp_path: Path) -> None:
     job = load_job("producers.stockroom")
-    assert cast_of(job, None) == Cast()
-    assert cast_of(job, str(written(tmp_path, TOML))) == Cast.of(ENTRIES)
+    assert agent_catalog_of(job, None) == AgentCatalog()
+    assert agent_catalog_of(job, str(written(tmp_path, TOML))) == AgentCatalog.of(ENTRIES)
     with pytest.raises(BadInput, match="agent 'a': there is no tool 'telepathy'"):
-        cast_of(job, str(written(tmp_path, "[agents.a]\ntools = ['telepathy']")))
+        agent_catalog_of(job, str(written(tmp_path, "[agents.a]\ntools = ['telepathy']")))

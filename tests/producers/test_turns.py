@@ -7,9 +7,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from producers.attempt import Attempt, close_unplayed
+from producers.attempt import AttemptWriter, close_unplayed
 from producers.chat import ChatFormat
-from producers.policy import Moment, PolicyFailed, Turn
+from producers.policy import PolicyFailed, Turn, TurnRequest
 from producers.turns import play
 from sandboxes.backends.scripted import ScriptedBackend
 from sandboxes.pool import Pool
@@ -81,15 +81,15 @@ class Scripted:
         self._texts = list(texts)
         self._versions = versions
         self._cut_off = cut_off
-        self.moments: list[Moment] = []
+        self.moments: list[TurnRequest] = []
 
-    async def next_turn(self, moment: Moment) -> Turn:
-        self.moments.append(moment)
+    async def next_turn(self, turn_request: TurnRequest) -> Turn:
+        self.moments.append(turn_request)
         await asyncio.sleep(0)
         text = self._texts.pop(0) if len(self._texts) > 1 else self._texts[0]
         if isinstance(text, Exception):
             raise text
-        tokens = CHAT.turn(text)[: -1 if self._cut_off else None][: moment.tokens_max]
+        tokens = CHAT.turn(text)[: -1 if self._cut_off else None][: turn_request.tokens_max]
         first = len(tokens) // 2
         spans = [VersionSpan(version=self._versions[0], start=0, end=first)] if len(self._versions) > 1 else []
         spans.append(VersionSpan(version=self._versions[-1], start=first if spans else 0, end=len(tokens)))
@@ -217,10 +217,10 @@ async def test_a_deadline_stops_a_slow_policy() -> None:
             super().__init__(*texts)
             self.quick_turns = quick_turns
 
-        async def next_turn(self, moment: Moment) -> Turn:
+        async def next_turn(self, turn_request: TurnRequest) -> Turn:
             if len(self.moments) >= self.quick_turns:
                 await asyncio.sleep(30)
-            return await super().next_turn(moment)
+            return await super().next_turn(turn_request)
 
     assert last(await played(Slow(PYTHON, quick_turns=1), request(seconds=1.0))).ended_by == "deadline"
     end = last(await played(Slow(PYTHON, quick_turns=0), request(seconds=0.05)))
@@ -253,7 +253,7 @@ async def test_an_observation_that_does_not_fit_is_recorded_and_not_read() -> No
 
 def test_an_attempt_that_is_not_played_still_begins_and_ends() -> None:
     emitted: list[Event] = []
-    close_unplayed(Attempt(request(), emitted.append, "attempt-x"), "scheduler", "cancelled", "given up")
+    close_unplayed(AttemptWriter(request(), emitted.append, "attempt-x"), "scheduler", "cancelled", "given up")
     assert [event.meta.seq for event in emitted] == [0, 1]
     assert {event.meta.attempt_id for event in emitted} == {"attempt-x"}
     assert all(msgspec.to_builtins(event, builtin_types=(bytes,)) for event in emitted)

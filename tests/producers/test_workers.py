@@ -102,7 +102,7 @@ class Site:
         return found
 
     def lag(self) -> int:
-        return self.log.standing(f"rollouts-{self.run.run_id}", ["rollouts"])["rollouts"].lag
+        return self.log.group_lags(f"rollouts-{self.run.run_id}", ["rollouts"])["rollouts"].lag
 
     def groups(self) -> list[GroupCompleted]:
         """What the stream hops make of it all."""

@@ -10,7 +10,7 @@ from producers import rollouts
 from producers.config import RolloutsSettings
 from sandboxes.backends.scripted import ScriptedBackend
 from schemas.blobs import Blobs
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.log.connect import open_log
 
@@ -20,7 +20,7 @@ def main(run: Run, settings: RolloutsSettings) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     log = open_log(run)
     try:
-        rollouts.work(run, settings, Pulse(), stop, log, Blobs(run.blobs_url), ScriptedBackend({}))
+        rollouts.work(run, settings, ProgramMetrics(), stop, log, Blobs(run.blobs_url), ScriptedBackend({}))
     finally:
         log.close()
 

@@ -121,7 +121,7 @@ async def judged(pool: Pool, attempt: Attempt, host: "Host") -> Verdict:
     """Run it, ask the witness, look at the next lease. A sandbox that fails under an attempt has been harmed by it."""
     gains: list[str] = []
     try:
-        async with pool.place(owner=attempt.name, seconds=120) as place:
+        async with pool.reserve(owner=attempt.name, seconds=120) as place:
             sandbox = await place.sandbox()
             if attempt.has_world:
                 await host.set_up_world(await place.sandbox(apart=True))

@@ -25,7 +25,7 @@ server = MCPServer("workshop")
 pieces: list[str] = []
 
 
-class Piece(BaseModel):
+class MessageSpan(BaseModel):
     """Something in the workshop."""
 
     name: str
@@ -39,7 +39,7 @@ def add(a: int, b: int) -> int:
 
 
 @server.tool()
-def keep(piece: Piece) -> str:
+def keep(piece: MessageSpan) -> str:
     """Keep a piece, and say what has been kept so far."""
     pieces.append(f"{piece.name}/{piece.size}")
     return " ".join(pieces)

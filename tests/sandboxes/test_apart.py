@@ -145,7 +145,7 @@ CALLS = {"sql": {"query": "select 1"}, "python": {"code": "1"}}
 
 async def test_nothing_opens_apart_once_the_lease_ran_out() -> None:
     backend = ScriptedBackend({})
-    async with Pool(backend, size=1) as pool, pool.place(owner="slow", seconds=0.0) as place:
+    async with Pool(backend, size=1) as pool, pool.reserve(owner="slow", seconds=0.0) as place:
         await asyncio.sleep(0.01)
         with pytest.raises(SandboxFailed, match="run out"):
             await place.sandbox(apart=True)

@@ -13,7 +13,7 @@ from playwright.async_api import Error as PlaywrightError
 from sandboxes.backends.scripted import ScriptedBackend
 from sandboxes.outside.browser import Browser, BrowserSession
 from sandboxes.outside.config import MEBIBYTE, BrowserSettings
-from sandboxes.outside.contract import OutsideFailed, Visit
+from sandboxes.outside.contract import OutsideFailed, RolloutHandle
 from sandboxes.outside.page_proxy import fits_entry, safe_address
 from sandboxes.pool import Pool
 from sandboxes.protocol import SandboxUnavailable
@@ -78,7 +78,7 @@ async def session_of(browser: Browser, world: World = WORLD) -> AsyncIterator[Br
     async def no_file(*arguments: object) -> bytes:
         raise FileNotFoundError("no sandbox")
 
-    session = await browser.open(Visit(owner="test", world=world, get_file=no_file, put_file=no_file))  # type: ignore[arg-type]
+    session = await browser.open(RolloutHandle(owner="test", world=world, get_file=no_file, put_file=no_file))  # type: ignore[arg-type]
     try:
         yield session
     finally:

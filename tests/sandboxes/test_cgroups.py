@@ -12,11 +12,11 @@ from sandboxes.backends.bubblewrap import BubblewrapBackend
 from sandboxes.backends.cgroups import (
     PREFIX,
     Cgroup,
-    Home,
+    CgroupRoot,
     NoCgroups,
     Overhead,
-    find_home,
-    home_in,
+    cgroup_root_in,
+    find_cgroup_root,
     settings,
     started_at,
 )
@@ -35,9 +35,9 @@ VERSION_1 = """24 23 0:21 / /sys/fs/cgroup ro,nosuid - tmpfs tmpfs ro
 
 
 @pytest.fixture
-def home() -> Home:
+def home() -> CgroupRoot:
     try:
-        return find_home()
+        return find_cgroup_root()
     except (NoCgroups, OSError) as error:
         pytest.skip(f"no cgroups here: {error}")
 
@@ -45,7 +45,9 @@ def home() -> Home:
 def test_version_1_is_found_below_the_group_of_this_program() -> None:
     own = "4:memory:/jobs/one\n3:pids:/\n2:cpu,cpuacct:/jobs\n0::/\n"
     below = Path("/sys/fs/cgroup")
-    assert home_in(VERSION_1, own) == Home(1, (below / "memory/jobs/one", below / "pids", below / "cpu,cpuacct/jobs"))
+    assert cgroup_root_in(VERSION_1, own) == CgroupRoot(
+        1, (below / "memory/jobs/one", below / "pids", below / "cpu,cpuacct/jobs")
+    )
 
 
 def test_version_2_is_found_where_the_controllers_are_handed_down(tmp_path: Path) -> None:
@@ -54,12 +56,12 @@ def test_version_2_is_found_where_the_controllers_are_handed_down(tmp_path: Path
     own.mkdir(parents=True)
     for folder, handed_down in ((own, ""), (own.parent, "cpu memory pids"), (tmp_path, "cpu memory pids io")):
         (folder / "cgroup.subtree_control").write_text(handed_down)
-    assert home_in(mounts, "0::/user.slice/app.service\n") == Home(2, (own.parent,))
+    assert cgroup_root_in(mounts, "0::/user.slice/app.service\n") == CgroupRoot(2, (own.parent,))
     (own.parent / "cgroup.subtree_control").write_text("cpu")
-    assert home_in(mounts, "0::/user.slice/app.service\n") == Home(2, (tmp_path,))
+    assert cgroup_root_in(mounts, "0::/user.slice/app.service\n") == CgroupRoot(2, (tmp_path,))
     (tmp_path / "cgroup.subtree_control").write_text("")
     with pytest.raises(NoCgroups, match="no cgroup controller memory is handed down"):
-        home_in(mounts, "0::/user.slice/app.service\n")
+        cgroup_root_in(mounts, "0::/user.slice/app.service\n")
 
 
 def test_both_versions_get_the_same_limits() -> None:
@@ -74,7 +76,7 @@ def test_both_versions_get_the_same_limits() -> None:
     }
 
 
-async def test_sweep_kills_what_is_left_and_removes_the_group(home: Home) -> None:
+async def test_sweep_kills_what_is_left_and_removes_the_group(home: CgroupRoot) -> None:
     cgroup = Cgroup(home, Limits(), OVERHEAD)
     process = await asyncio.create_subprocess_exec("sleep", "600")
     cgroup.adopt([process.pid, 2**22 + 1])  # the second is nobody
@@ -84,21 +86,21 @@ async def test_sweep_kills_what_is_left_and_removes_the_group(home: Home) -> Non
     assert not any(folder.exists() for folder in cgroup.folders)
 
 
-def test_groups_of_the_dead_are_removed_and_those_of_the_living_stay(home: Home) -> None:
+def test_groups_of_the_dead_are_removed_and_those_of_the_living_stay(home: CgroupRoot) -> None:
     dead = [folder / f"{PREFIX}-{2**22 + 1}-77-0" for folder in home.folders]
-    living = [folder / f"{PREFIX}-{os.getpid()}-{started_at(os.getpid())}-test" for folder in home.folders]
-    for folder in (*dead, *living):
+    open_sandbox = [folder / f"{PREFIX}-{os.getpid()}-{started_at(os.getpid())}-test" for folder in home.folders]
+    for folder in (*dead, *open_sandbox):
         folder.mkdir()
     try:
-        find_home()
+        find_cgroup_root()
         assert not any(folder.exists() for folder in dead)
-        assert all(folder.exists() for folder in living)
+        assert all(folder.exists() for folder in open_sandbox)
     finally:
-        for folder in living:
+        for folder in open_sandbox:
             folder.rmdir()
 
 
-async def test_every_process_of_a_sandbox_is_in_its_group(home: Home) -> None:
+async def test_every_process_of_a_sandbox_is_in_its_group(home: CgroupRoot) -> None:
     sandbox = await BubblewrapBackend(SHIPPED, first_uid=309_200).open(0)
     enclosure = sandbox.enclosure
     assert isinstance(enclosure, EnclosedProcesses)
@@ -115,7 +117,7 @@ async def test_every_process_of_a_sandbox_is_in_its_group(home: Home) -> None:
     await asyncio.to_thread(wait_until_gone, members)
 
 
-async def test_memory_of_all_processes_together_is_reported(home: Home) -> None:
+async def test_memory_of_all_processes_together_is_reported(home: CgroupRoot) -> None:
     limits = Limits(memory_bytes_max=64 * MEBIBYTE, disk_bytes_max=MEBIBYTE, call_timeout_seconds=120)
     sandbox = await BubblewrapBackend(SHIPPED, limits, first_uid=309_300).open(0)
     code = """
@@ -142,13 +144,13 @@ status"""
 
 
 def test_without_cgroups_it_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def nowhere() -> Home:
+    def nowhere() -> CgroupRoot:
         raise NoCgroups("nobody hands one down")
 
-    monkeypatch.setattr(enclosed, "find_home", nowhere)
+    monkeypatch.setattr(enclosed, "find_cgroup_root", nowhere)
     with caplog.at_level(logging.WARNING):
         backend = BubblewrapBackend(SHIPPED)
     assert backend.isolation_notes == (
         "no limit covers a bubblewrap sandbox as a whole: no cgroup, as nobody hands one down",
     )
-    assert caplog.messages == list(backend.isolation_notes)
+    assert [vars(record)["reason"] for record in caplog.records] == list(backend.isolation_notes)

@@ -93,7 +93,7 @@ class Weakened(BubblewrapBackend):
 
 
 KEEPS_THE_SESSION = (
-    ("        self.end_session()\n        for path", "        for path"),
+    ("        self.end_tool_process()\n        for path", "        for path"),
     NEVER_DIRTY := ("if os.listdir(path) or", "if False and"),
 )
 HOLES: dict[str, tuple[list[str], dict[str, object]]] = {
@@ -147,8 +147,8 @@ async def test_attempts_do_succeed_without_the_wall(host: Host, hole: str) -> No
 class OneRoom(Pool):
     """What should run apart runs beside the agent's code."""
 
-    async def living(self, number: int) -> Sandbox:
-        return await super().living(number % self.size)
+    async def open_sandbox(self, number: int) -> Sandbox:
+        return await super().open_sandbox(number % self.size)
 
 
 async def test_attempts_on_the_world_do_succeed_when_nothing_is_apart(host: Host) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes.limits import MEBIBYTE
-from sandboxes.outside.jail import Jail, home_of_cgroups
+from sandboxes.outside.jail import Jail, jail_cgroup_root
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
@@ -83,7 +83,7 @@ async def test_what_is_readable_is_there_and_cannot_be_changed(tmp_path: Path) -
     assert "Read-only file system" in await run("open('/srv/notes/other.txt', 'w')", jail)
 
 
-@pytest.mark.skipif(home_of_cgroups() is None, reason="no cgroup can be made here")
+@pytest.mark.skipif(jail_cgroup_root() is None, reason="no cgroup can be made here")
 async def test_memory_of_all_processes_together_is_limited() -> None:
     """Each stays below the limit of a process; files in memory count too."""
     jail = Jail(hostname="test", memory_bytes_max=200 * MEBIBYTE, disk_bytes_max=128 * MEBIBYTE)
@@ -99,7 +99,7 @@ print("ended by signal", os.WTERMSIG(os.waitpid(-1, 0)[1]))
     assert await run(together, jail) == "ended by signal 9"
 
 
-@pytest.mark.skipif(home_of_cgroups() is None, reason="no cgroup can be made here")
+@pytest.mark.skipif(jail_cgroup_root() is None, reason="no cgroup can be made here")
 async def test_nothing_is_left_when_the_block_ends() -> None:
     async with Jail(hostname="test").launched(["/bin/sh", "-c", "echo here; sleep 600"]) as command:
         process = await asyncio.create_subprocess_exec(*command, stdout=-1)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sandboxes.backends import open_backend
-from sandboxes.backends.scripted import Recording, ScriptedBackend
+from sandboxes.backends.scripted import RecordedObservations, ScriptedBackend
 from sandboxes.protocol import SandboxFailed, ToolResult
 
 RECORDS: list[dict[str, Any]] = [
@@ -20,7 +20,7 @@ RECORDS: list[dict[str, Any]] = [
 
 
 async def test_recorded_calls_are_answered_in_order_and_in_each_lease_anew() -> None:
-    sandbox = await ScriptedBackend(recording=Recording.of_records(RECORDS)).open(0)
+    sandbox = await ScriptedBackend(recording=RecordedObservations.of_records(RECORDS)).open(0)
     search = {"page": 1, "query": "valve"}
     for lease in range(2):
         said = [(await sandbox.call("search", search, f"{lease}-{number}")).content for number in range(3)]
@@ -31,7 +31,7 @@ async def test_recorded_calls_are_answered_in_order_and_in_each_lease_anew() -> 
 
 
 async def test_a_call_that_was_not_recorded_is_an_infra_error_that_names_it() -> None:
-    recording = Recording([("search", {"query": "valve"}, ToolResult("one", False, None, 1.0))])
+    recording = RecordedObservations([("search", {"query": "valve"}, ToolResult("one", False, None, 1.0))])
     backend = open_backend("scripted", {}, recording=recording)
     sandbox = await backend.open(0)
     with pytest.raises(SandboxFailed, match=r'no call \["search",\{"query":"panel"\}\]; it has 1 different calls'):
@@ -39,14 +39,14 @@ async def test_a_call_that_was_not_recorded_is_an_infra_error_that_names_it() ->
 
 
 async def test_functions_come_before_the_recording() -> None:
-    recording = Recording([("echo", {}, ToolResult("recorded", False, None, 1.0))])
+    recording = RecordedObservations([("echo", {}, ToolResult("recorded", False, None, 1.0))])
     sandbox = await ScriptedBackend({"echo": lambda arguments: "made"}, recording).open(0)
     assert (await sandbox.call("echo", {}, "a")).content == "made"
 
 
 def test_an_observation_of_no_call_is_refused() -> None:
     with pytest.raises(ValueError, match="an observation of the call z, but not the call"):
-        Recording.of_records([{"call_id": "z", "content": "x"}])
+        RecordedObservations.of_records([{"call_id": "z", "content": "x"}])
 
 
 def test_unknown_isolation_is_named() -> None:

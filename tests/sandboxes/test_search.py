@@ -10,8 +10,8 @@ from aiohttp import web
 from sandboxes.outside import calls
 from sandboxes.outside.config import SearchSettings
 from sandboxes.outside.contract import OutsideFailed
-from sandboxes.outside.recordings import Recordings
 from sandboxes.outside.search import Search, dig
+from sandboxes.outside.search_recordings import SearchRecordings
 from sandboxes.worlds.perturbations import Rule
 from sandboxes.worlds.world import World
 from tests.sandboxes.outside_rollout import http_server, rollout_of
@@ -187,8 +187,8 @@ async def test_a_damaged_recording_counts_as_none(
         engine.status = 403
         with pytest.raises(OutsideFailed):
             await rollout.call("search", query="lamps")
-        assert "cannot be read" in caplog.text
-    assert Recordings(tmp_path / "nowhere").folder.exists() is False
+        assert "recorded_search_unreadable" in caplog.text
+    assert SearchRecordings(tmp_path / "nowhere").folder.exists() is False
     await search.close()
 
 

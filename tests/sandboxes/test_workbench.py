@@ -10,14 +10,14 @@ from sandboxes.outside import calls
 from sandboxes.outside.calls import OutsideCalls
 from sandboxes.outside.config import McpSettings, ToolsSettings
 from sandboxes.outside.contract import (
-    Answer,
     MethodSession,
     OutsideFailed,
     OutsideTool,
+    RolloutHandle,
     ToolFailed,
-    Visit,
-    offered,
-    tools_offered,
+    ToolOutput,
+    method_tools,
+    tool_method,
 )
 from sandboxes.outside.providers import Outside, require_tools
 from sandboxes.protocol import SandboxFailed
@@ -32,7 +32,7 @@ class Till:
     """Counts money, and everything that happens to it."""
 
     def __init__(self) -> None:
-        self.tools: Mapping[str, OutsideTool] = tools_offered(TillSession, self, "till", call_timeout_seconds=30.0)
+        self.tools: Mapping[str, OutsideTool] = method_tools(TillSession, self, "till", call_timeout_seconds=30.0)
         self.happened: list[str] = []
         self.failures_to_come = 0
         self.is_closing, self.may_close, self.is_closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -41,18 +41,18 @@ class Till:
     async def start(self) -> None:
         self.happened.append("start")
 
-    async def open(self, visit: Visit) -> "TillSession":
-        self.happened.append(f"open for {visit.owner} in {visit.world.name}")
-        return TillSession(self, visit)
+    async def open(self, rollout_handle: RolloutHandle) -> "TillSession":
+        self.happened.append(f"open for {rollout_handle.owner} in {rollout_handle.world.name}")
+        return TillSession(self, rollout_handle)
 
     async def close(self) -> None:
         self.happened.append("end")
 
 
 class TillSession(MethodSession):
-    def __init__(self, till: Till, visit: Visit) -> None:
+    def __init__(self, till: Till, rollout_handle: RolloutHandle) -> None:
         self._till = till
-        self._visit = visit
+        self._rollout_handle = rollout_handle
 
     async def close(self) -> None:
         self._till.is_closing.set()
@@ -60,8 +60,8 @@ class TillSession(MethodSession):
         self._till.happened.append("close")
         self._till.is_closed.set()
 
-    @offered(is_idempotent=False)
-    async def pay(self, coins: int) -> Answer:
+    @tool_method(is_idempotent=False)
+    async def pay(self, coins: int) -> ToolOutput:
         """Put coins into the till.
 
         coins: how many
@@ -74,25 +74,25 @@ class TillSession(MethodSession):
             raise ToolFailed("the drawer is stuck")
         if coins == 666:
             raise ZeroDivisionError("a bug")
-        return Answer(f"{coins} paid")
+        return ToolOutput(f"{coins} paid")
 
-    @offered(is_idempotent=True)
-    async def count(self) -> Answer:
+    @tool_method(is_idempotent=True)
+    async def count(self) -> ToolOutput:
         """Count the coins."""
         self._till.happened.append("count")
         self._fail_if_told()
-        return Answer("x" * 20_000)
+        return ToolOutput("x" * 20_000)
 
-    @offered(is_idempotent=True)
-    async def ponder(self) -> Answer:
+    @tool_method(is_idempotent=True)
+    async def ponder(self) -> ToolOutput:
         """Never come to an end."""
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
-    @offered(is_idempotent=True)
-    async def audit(self, path: str) -> Answer:
+    @tool_method(is_idempotent=True)
+    async def audit(self, path: str) -> ToolOutput:
         """Read a file of the sandbox."""
-        return Answer((await self._visit.get_file(path)).decode())
+        return ToolOutput((await self._rollout_handle.get_file(path)).decode())
 
     def _fail_if_told(self) -> None:
         if self._till.failures_to_come:
@@ -164,7 +164,7 @@ async def test_a_key_is_answered_once(till: Till) -> None:
     async def no_file(path: str, data: bytes = b"") -> bytes:
         raise FileNotFoundError(path)
 
-    outside = OutsideCalls(Visit(owner="me", world=World(name="w"), get_file=no_file, put_file=no_file))  # type: ignore[arg-type]
+    outside = OutsideCalls(RolloutHandle(owner="me", world=World(name="w"), get_file=no_file, put_file=no_file))  # type: ignore[arg-type]
     first = await outside.call(till.tools["pay"], {"coins": 5}, "key")
     assert await outside.call(till.tools["pay"], {"coins": 5}, "key") is first
     assert till.happened.count("pay 5") == 1

@@ -10,7 +10,7 @@ from sandboxes.pool import Pool
 from sandboxes.protocol import Arguments
 from sandboxes.tools.registry import toolset
 from sandboxes.workbench import Observation, Workbench
-from sandboxes.worlds.perturbations import Rule, change, draw_trouble, stale
+from sandboxes.worlds.perturbations import Rule, change, draw_perturbation, stale
 from sandboxes.worlds.world import Table, World, world_from_json
 
 STOCKROOM_RULES = (
@@ -81,7 +81,7 @@ def test_a_number_that_python_would_not_read_becomes_another_of_its_length() -> 
 def test_rates_are_as_asked_and_draws_are_independent() -> None:
     calls = 4000
     arguments = {"key": "panel.price"}
-    drawn = [draw_trouble(STOCKROOM_RULES, seed, 0, "kv", arguments) for seed in range(calls)]
+    drawn = [draw_perturbation(STOCKROOM_RULES, seed, 0, "kv", arguments) for seed in range(calls)]
     busy = sum(trouble.is_busy for trouble in drawn) / calls
     stale_share = sum(any(index == 1 for index, _ in trouble.applying) for trouble in drawn) / calls
     both = sum(len(trouble.applying) == 2 for trouble in drawn) / calls
@@ -92,28 +92,28 @@ def test_rates_are_as_asked_and_draws_are_independent() -> None:
 
 def test_match_and_tools_choose() -> None:
     always = (Rule(kind="stale", tools=("sql",), match=r"\bstock\b"),)
-    assert draw_trouble(always, 1, 0, "sql", {"query": "select stock from items"}).applying
-    assert not draw_trouble(always, 1, 0, "sql", {"query": "select stocks from items"}).applying
-    assert not draw_trouble(always, 1, 0, "kv", {"key": "stock"}).applying
+    assert draw_perturbation(always, 1, 0, "sql", {"query": "select stock from items"}).applying
+    assert not draw_perturbation(always, 1, 0, "sql", {"query": "select stocks from items"}).applying
+    assert not draw_perturbation(always, 1, 0, "kv", {"key": "stock"}).applying
 
 
 def test_other_rules_do_not_move_a_draw() -> None:
     one = (Rule(kind="busy", tools=("sql",), probability=0.5),)
     two = (*one, Rule(kind="stale", tools=("sql",), probability=0.5))
     for seed in range(50):
-        alone = draw_trouble(one, seed, 3, "sql", {}).is_busy
-        assert draw_trouble(two, seed, 3, "sql", {}).is_busy == alone
+        alone = draw_perturbation(one, seed, 3, "sql", {}).is_busy
+        assert draw_perturbation(two, seed, 3, "sql", {}).is_busy == alone
 
 
 def test_truncate_pagination_partial() -> None:
     lines = "\n".join(f"row {n}" for n in range(5))
-    truncate = draw_trouble((Rule(kind="truncate", tools=("sql",), characters_max=7),), 1, 0, "sql", {})
+    truncate = draw_perturbation((Rule(kind="truncate", tools=("sql",), characters_max=7),), 1, 0, "sql", {})
     assert change(truncate, lines, 0).content == "row 0\nr"
-    pages = draw_trouble((Rule(kind="pagination", tools=("sql",), lines_per_page=2),), 1, 0, "sql", {})
+    pages = draw_perturbation((Rule(kind="pagination", tools=("sql",), lines_per_page=2),), 1, 0, "sql", {})
     assert change(pages, lines, 0).content == "row 0\nrow 1\n[page 1 of 3; call again for the next]"
     assert change(pages, lines, 2).content == "row 4\n[page 3 of 3; call again for the next]"
     assert change(pages, lines, 3).content.startswith("row 0")
-    partial = draw_trouble((Rule(kind="partial", tools=("sql",)),), 1, 0, "sql", {})
+    partial = draw_perturbation((Rule(kind="partial", tools=("sql",)),), 1, 0, "sql", {})
     kept = change(partial, lines, 0).content.split("\n")
     assert set(kept) < set(lines.split("\n"))
 

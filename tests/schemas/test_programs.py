@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deploy.programs import PROGRAM_BY_NAME
 from schemas.acls import PREFIXED, Acl, acls, as_json, as_shell
-from schemas.programs import ACCESS, ACCESS_BY_PROGRAM, OPERATOR, page, readers_of, writers_of
+from schemas.programs import ACCESS, ACCESS_BY_PROGRAM, OPERATOR, readers_of, topics_page, writers_of
 from schemas.topics import TOPICS
 
 PROJECT = Path(__file__).parent.parent.parent
@@ -30,7 +30,7 @@ def test_every_event_is_written_by_somebody() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     """Else: python -m schemas.programs > docs/topics.md"""
-    assert (PROJECT / "docs/topics.md").read_text() == page()
+    assert (PROJECT / "docs/topics.md").read_text() == topics_page()
 
 
 def test_acls_give_a_program_what_it_is_declared_to_do_and_no_more() -> None:

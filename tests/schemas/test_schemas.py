@@ -15,7 +15,7 @@ from schemas.blobs import Blobs
 from schemas.codec import EVENT_BYTES_MAX, Codec, Spilled
 from schemas.errors import Undecodable
 from schemas.events import EVENTS, Event, Meta, ToolObserved
-from schemas.generate import AVRO_FOLDER, file_of, rendered
+from schemas.generate import AVRO_FOLDER, file_of, render
 from schemas.ids import derived_id, new_id
 from schemas.packed import pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
 from schemas.registry import MemoryRegistry
@@ -31,7 +31,7 @@ def codec(tmp_path: Path) -> Codec:
 
 @pytest.mark.parametrize("event_class", EVENTS)
 def test_the_avsc_file_is_the_class(event_class: type[Event]) -> None:
-    assert file_of(event_class).read_text() == rendered(event_class), "run `python -m schemas.generate`"
+    assert file_of(event_class).read_text() == render(event_class), "run `python -m schemas.generate`"
 
 
 def test_every_avsc_file_has_its_class() -> None:

@@ -8,7 +8,7 @@ import pytest
 from schemas.errors import BadInput
 from schemas.run import JobSettings, LogSettings, Run, SecuritySettings
 from schemas.secrets import read_secret
-from streams.log.connection import Connection, Refusals
+from streams.log.connection import AuthenticationFailures, Connection
 
 FIELD = "password in [log.security]"
 
@@ -49,7 +49,7 @@ def test_nothing_that_is_written_down_has_the_secret(monkeypatch: pytest.MonkeyP
     security = SecuritySettings(protocol="sasl_ssl", username="{program}", password="env:LOG_PASSWORD")
     run = Run(run_id="r", seed=0, job=JobSettings(), log=LogSettings(security=security), blobs_url="memory://")
     connection = Connection(run.log, "cut")
-    settings = connection.settings(Refusals())
+    settings = connection.settings(AuthenticationFailures())
     assert (settings["sasl.username"], settings["sasl.password"]) == ("cut", "hunter2")
     assert "hunter2" not in f"{run!r}{connection!r}{msgspec.json.encode(run)!r}{vars(connection)}"
 

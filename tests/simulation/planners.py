@@ -19,7 +19,7 @@ import msgspec
 
 from producers import scheduler, stockroom, tasks
 from producers.config import FeederSettings, SchedulerSettings
-from producers.planner import Following, Planner
+from producers.planner import Planner, PlannerLoop
 from producers.scheduler import Plan
 from producers.submission import submit
 from producers.tasks import Feed
@@ -47,7 +47,7 @@ from schemas.events import (
 from schemas.run import JobSettings, LogSettings, Run
 from streams.log.memory import MemoryLog, MemoryReader
 from streams.log.protocol import Delivery
-from streams.rules.staleness import admitted
+from streams.rules.staleness import is_admitted
 from tests.simulation.simulator import RememberingCodec
 from tests.simulation.troubled_log import Fate, Killed, TroubledLog
 
@@ -130,7 +130,7 @@ class Life:
 
     planner: Plan | Feed
     log: TroubledLog
-    following: Following
+    following: PlannerLoop
     was_restored: bool
 
 
@@ -164,7 +164,7 @@ class Field:
         topics = FEEDER_TOPICS if program == "feeder" else SCHEDULER_TOPICS
         snapshots = self.fate.chance.choice((1, 5, 20, 100))
         untouched = _restored_from(planner)
-        following = Following(planner, a_run(self.steps, program), log, topics, snapshots)
+        following = PlannerLoop(planner, a_run(self.steps, program), log, topics, snapshots)
         self.restored += bool(untouched)
         return Life(planner, log, following, bool(untouched))
 
@@ -522,7 +522,7 @@ class Rest:
         stale = [
             group_id
             for group_id, version in self._uncut.items()
-            if not admitted(first + self._batches, version, self._run.job.staleness_max)
+            if not is_admitted(first + self._batches, version, self._run.job.staleness_max)
         ]
         fresh = [group_id for group_id in self._uncut if group_id not in stale]
         self.stale.update(stale)

@@ -34,16 +34,16 @@ from schemas.events import (
     TurnGenerated,
 )
 from schemas.job import Score
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
 from schemas.run import JobSettings, LogSettings, Run
 from streams.config import CutSettings
-from streams.cut import Cutter, batches_of, folded, restored
+from streams.cut import Cutter, batches_of, fold_batches, restore_state
 from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.hops.groups_to_batches import CutGroups
 from streams.log.memory import MemoryLog
-from streams.rules.staleness import admitted, oldest_version
+from streams.rules.staleness import is_admitted, oldest_version
 from streams.stage import Change, Stage
 from tests.flow.synthetic import rollout
 from tests.simulation.troubled_log import Fate, Killed, Nothing, TroubledLog, TroubledReader
@@ -197,18 +197,18 @@ class Streams(Program):
     def commit(self) -> None:
         """In the order of streams.stage."""
         self.log.flush()
-        self.keep_states()
+        self.write_states()
         self.commit_offsets()
 
-    def keep_states(self) -> None:
+    def write_states(self) -> None:
         for stage, _ in self._at_work:
-            stage.begin_to_keep()
-            stage.keep(self._writer(self._stores[stage.hop.name]))
+            stage.begin_commit()
+            stage.write_states(self._writer(self._stores[stage.hop.name]))
 
     def commit_offsets(self) -> None:
         for stage, reader in self._at_work:
             reader.commit()
-            stage.committed()
+            stage.end_commit()
 
     def _writer(self, store: dict[bytes, bytes]) -> Callable[[bytes, Change], None]:
         def write(key: bytes, change: Change) -> None:
@@ -227,7 +227,7 @@ class Cut(Program):
     def __init__(self, log: TroubledLog, hop: CutGroups) -> None:
         super().__init__(log)
         spoil_snapshots(log.beneath, log.fate)
-        self._cutter = Cutter(log, hop, RUN, CutSettings(snapshot_batches=SNAPSHOT_BATCHES), Pulse())
+        self._cutter = Cutter(log, hop, RUN, CutSettings(snapshot_batches=SNAPSHOT_BATCHES), ProgramMetrics())
         check_snapshot(log.beneath)
 
     def advance(self) -> None:
@@ -247,9 +247,11 @@ def spoil_snapshots(log: MemoryLog, fate: Fate) -> None:
 
 def check_snapshot(log: MemoryLog) -> None:
     """Snapshot and tail are the fold of all batches, byte for byte."""
-    whole = folded(cutting(), batches_of(log, RUN, ()))
+    whole = fold_batches(cutting(), batches_of(log, RUN, ()))
     encode = msgspec.msgpack.Encoder(order="deterministic").encode
-    assert encode(restored(log, cutting(), RUN)) == encode(whole), "snapshot and tail are not the fold of all batches"
+    assert encode(restore_state(log, cutting(), RUN)) == encode(whole), (
+        "snapshot and tail are not the fold of all batches"
+    )
 
 
 def cutting(kind: type[CutGroups] = CutGroups) -> CutGroups:
@@ -398,20 +400,20 @@ def _check_batches(log: MemoryLog) -> None:
     waiting = [
         group_id
         for group_id in live - set(cut) - stale
-        if admitted(len(batches), oldest_version(groups[group_id]), STALENESS_MAX)
+        if is_admitted(len(batches), oldest_version(groups[group_id]), STALENESS_MAX)
     ]
     assert len(waiting) < GROUPS_PER_BATCH, "groups wait although a batch could be cut"
     for batch in batches:
         assert len(batch.groups) == GROUPS_PER_BATCH
         wanted = [member.trajectory_id for group in batch.groups for member in groups[group].members if member.valid]
         assert [member.trajectory_id for member in batch.members] == wanted
-    state = restored(log, cutting(), RUN)
+    state = restore_state(log, cutting(), RUN)
     assert state.index_next == len(batches)
     remembered = {
         group
         for batch in batches
         for group in (*batch.groups, *batch.groups_stale, *batch.groups_passed)
-        if admitted(len(batches), batch.policy_ceiling, STALENESS_MAX)
+        if is_admitted(len(batches), batch.policy_ceiling, STALENESS_MAX)
     }
     assert set(state.seen) == remembered, "the cutter remembers what it may forget, or forgets what it may not"
     check_snapshot(log)

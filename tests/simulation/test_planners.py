@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from producers.planner import Following, Planner
+from producers.planner import Planner, PlannerLoop
 from producers.scheduler import Plan
 from producers.scheduling import demand, ledger
 from schemas.errors import LogBroken
@@ -25,7 +25,7 @@ CHOICE = msgspec.structs.replace(FEEDING, tasks_per_lesson=3)
 def short_horizons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs here are short, and what is forgotten must be forgotten in them too."""
     monkeypatch.setattr(ledger, "RECENT_TASKS", planners.TASKS_REPEATED_FROM)
-    monkeypatch.setattr(demand, "LESSONS_NEWEST", 12)
+    monkeypatch.setattr(demand, "TRAINING_TASKS_WAITING_MAX", 12)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 8))
@@ -60,7 +60,7 @@ def is_noticed(steps: int = 4) -> bool:
 
 
 def test_a_snapshot_before_the_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decide(self: Following, now: int) -> int:
+    def decide(self: PlannerLoop, now: int) -> int:
         events = self._planner.decide(now)
         self.take_snapshot(now)
         for event in events:
@@ -68,20 +68,20 @@ def test_a_snapshot_before_the_flush_is_noticed(monkeypatch: pytest.MonkeyPatch)
         self._log.flush()
         return len(events)
 
-    monkeypatch.setattr(Following, "decide", decide)
+    monkeypatch.setattr(PlannerLoop, "decide", decide)
     assert is_noticed()
 
 
 def test_positions_beyond_what_was_applied_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = Following.__init__
+    begun = PlannerLoop.__init__
 
     def begin(
-        self: Following, planner: Planner, run: Run, log: Log, topics: Sequence[str], snapshot_events: int
+        self: PlannerLoop, planner: Planner, run: Run, log: Log, topics: Sequence[str], snapshot_events: int
     ) -> None:
         begun(self, planner, run, log, topics, snapshot_events)
         self.reader.positions = lambda: log.end_positions(topics)  # type: ignore[method-assign]
 
-    monkeypatch.setattr(Following, "__init__", begin)
+    monkeypatch.setattr(PlannerLoop, "__init__", begin)
     assert is_noticed()
 
 
@@ -110,7 +110,7 @@ def test_a_snapshot_ahead_of_the_log_is_refused() -> None:
     field.log.append(msgspec.structs.replace(newest, positions=beyond))
     run = a_run(field.steps, "scheduler")
     with pytest.raises(LogBroken, match="tasks"):
-        Following(Plan(run, SCHEDULING), run, field.log, planners.SCHEDULER_TOPICS)
+        PlannerLoop(Plan(run, SCHEDULING), run, field.log, planners.SCHEDULER_TOPICS)
 
 
 def test_positions_of_a_snapshot_are_those_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:

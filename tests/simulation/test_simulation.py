@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from schemas.events import Address, BatchCut, GroupCompleted
-from streams.hops.groups_to_batches import CutGroups, Cutting
-from streams.horizon import Order
+from streams.hops.groups_to_batches import CutGroups, CutState
+from streams.horizon import KeyOrder
 from streams.stage import Stage, Write
 from tests.simulation.simulator import BLOCK_ENTRIES, Simulated, Streams, check, facts, simulate, simulate_and_check
 
@@ -18,7 +18,7 @@ SEEDS_FOR_A_FAULT = 60
 
 class StateBeforeFacts(Streams):
     def commit(self) -> None:
-        self.keep_states()
+        self.write_states()
         self.log.flush()
         self.commit_offsets()
 
@@ -27,14 +27,14 @@ class OffsetsBeforeState(Streams):
     def commit(self) -> None:
         self.log.flush()
         self.commit_offsets()
-        self.keep_states()
+        self.write_states()
 
 
 class OffsetsBeforeFacts(Streams):
     def commit(self) -> None:
         self.commit_offsets()
         self.log.flush()
-        self.keep_states()
+        self.write_states()
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 20))
@@ -80,11 +80,11 @@ class ForgetsWhatMayComeAgain(Streams):
 
 class StateBeforeOrder(Streams):
     class Disordered(Stage):
-        def keep(self, write: Write) -> None:
+        def write_states(self, write: Write) -> None:
             writes, self._order_writes = self._order_writes, {}
-            super().keep(write)
+            super().write_states(write)
             self._order_writes = writes
-            super().keep(write)
+            super().write_states(write)
 
     stage_class = Disordered
 
@@ -93,8 +93,8 @@ class DeletesAfterTheEnds(Streams):
     """The stored order no longer names what is deleted only then."""
 
     class Disordered(Stage):
-        def begin_to_keep(self) -> None:
-            super().begin_to_keep()
+        def begin_commit(self) -> None:
+            super().begin_commit()
             for partition, writes in self._order_writes.items():
                 *blocks, (ends_key, _) = writes.before
                 before = [*blocks, (ends_key, writes.ends)]
@@ -112,7 +112,10 @@ def leaked(simulated: Simulated) -> int:
     """States that the stored order does not name: they would never be forgotten."""
     count = 0
     for store in simulated.stores.values():
-        orders = [Order(partition, lambda key, of=store: _state(of.get(key)), BLOCK_ENTRIES) for partition in range(4)]  # type: ignore[misc]
+        orders = [
+            KeyOrder(partition, lambda key, of=store: _state(of.get(key)), BLOCK_ENTRIES)  # type: ignore[misc]
+            for partition in range(4)
+        ]
         count += sum(not key.startswith(b"\0") and not any(key in order for order in orders) for key in store)
     return count
 
@@ -131,31 +134,31 @@ def test_states_that_nobody_would_forget_are_noticed(faulty: type[Streams]) -> N
 
 
 class ForgetsWhatItPassed(CutGroups):
-    def restored(self, state: Cutting | None, batch: BatchCut) -> Cutting:
-        return super().restored(state, msgspec.structs.replace(batch, groups_passed=[]))
+    def apply_batch(self, state: CutState | None, batch: BatchCut) -> CutState:
+        return super().apply_batch(state, msgspec.structs.replace(batch, groups_passed=[]))
 
 
 class KeepsTheOrderOfReading(CutGroups):
-    def _batch(self, state: Cutting) -> BatchCut:
+    def _batch(self, state: CutState) -> BatchCut:
         return msgspec.structs.replace(super()._batch(state), groups_passed=state.groups_passed)
 
 
 class ForgetsWhatItCut(CutGroups):
-    def _after(self, state: Cutting, batch: BatchCut) -> Cutting:
-        return msgspec.structs.replace(super()._after(state, batch), seen={})
+    def _next_state(self, state: CutState, batch: BatchCut) -> CutState:
+        return msgspec.structs.replace(super()._next_state(state, batch), seen={})
 
 
 class NeverForgetsWhatItCut(CutGroups):
-    def _after(self, state: Cutting, batch: BatchCut) -> Cutting:
+    def _next_state(self, state: CutState, batch: BatchCut) -> CutState:
         before = dict(state.seen)
-        after = super()._after(state, batch)
+        after = super()._next_state(state, batch)
         return msgspec.structs.replace(after, seen=before | after.seen)
 
 
 class TakesWhatItHasAgain(CutGroups):
     """Forgets by batches, but does not pass over what is delivered again."""
 
-    def _take(self, state: Cutting, group: GroupCompleted, group_id: str, address: Address) -> None:
+    def _take(self, state: CutState, group: GroupCompleted, group_id: str, address: Address) -> None:
         place = f"{address.topic}/{address.partition}"
         position = state.positions.get(place, 0)
         state.positions[place] = min(position, address.offset)

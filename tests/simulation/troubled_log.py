@@ -10,7 +10,7 @@ from schemas.codec import Codec
 from schemas.events import Address, Event, Position
 from schemas.topics import topic_of
 from streams.log.memory import MemoryLog, MemoryReader, MemoryTransactor
-from streams.log.protocol import Delivery, RawMessage, Reader, Standing, Unread
+from streams.log.protocol import Delivery, GroupLag, RawMessage, Reader, UnreadMessages
 
 
 class Killed(BaseException):
@@ -88,10 +88,10 @@ class TroubledLog:
     def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
         self.beneath.append_bytes(topic, key, value)
 
-    def standing(self, group: str, topics: Sequence[str]) -> dict[str, Standing]:
-        return self.beneath.standing(group, topics)
+    def group_lags(self, group: str, topics: Sequence[str]) -> dict[str, GroupLag]:
+        return self.beneath.group_lags(group, topics)
 
-    def unread(self, group: str, topics: Sequence[str]) -> dict[str, Unread]:
+    def unread(self, group: str, topics: Sequence[str]) -> dict[str, UnreadMessages]:
         return self.beneath.unread(group, topics)
 
     def messages(self, topics: Sequence[str], start: Sequence[Position] = ()) -> Iterator[RawMessage]:

@@ -18,7 +18,7 @@ from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import LogBroken
 from schemas.events import BatchCut, Event
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
 from schemas.run import JobSettings, Run
 from streams import app, cut
@@ -93,11 +93,16 @@ def workers(run: Run, state_folder: str) -> Iterator[None]:
 
 
 def streams_process(run: Run, state_folder: str) -> None:
-    app.run(run, StreamsSettings(state_folder=state_folder, session_timeout_seconds=6.0), Pulse(), threading.Event())
+    app.run(
+        run,
+        StreamsSettings(state_folder=state_folder, session_timeout_seconds=6.0),
+        ProgramMetrics(),
+        threading.Event(),
+    )
 
 
 def cut_process(run: Run) -> None:
-    cut.run(run, CutSettings(), Pulse(), threading.Event())
+    cut.run(run, CutSettings(), ProgramMetrics(), threading.Event())
 
 
 def test_killed_workers_lose_and_repeat_nothing(run: Run, messages: list[Event], tmp_path: Path) -> None:
@@ -127,16 +132,16 @@ def test_killed_workers_lose_and_repeat_nothing(run: Run, messages: list[Event],
 def test_the_app_stops_when_told(run: Run, messages: list[Event], tmp_path: Path) -> None:
     log = open_log(run)
     append(log, messages)
-    stop, pulse = threading.Event(), Pulse()
+    stop, program_metrics = threading.Event(), ProgramMetrics()
     settings = StreamsSettings(state_folder=str(tmp_path))
-    thread = threading.Thread(target=app.run, args=(run, settings, pulse, stop))
+    thread = threading.Thread(target=app.run, args=(run, settings, program_metrics, stop))
     thread.start()
     reader = log.reader(["groups"])
     read_groups(reader, run.run_id, {}, GROUPS)
     reader.close()
     until = time.monotonic() + 60.0
     topics = ["messages", "trajectories", "rewards"]
-    while any(standing.lag for standing in log.standing(f"streams-{run.run_id}", topics).values()):
+    while any(group_lags.lag for group_lags in log.group_lags(f"streams-{run.run_id}", topics).values()):
         assert time.monotonic() < until, "what was processed is never committed"
         time.sleep(0.2)
     stop.set()
@@ -156,12 +161,12 @@ def test_a_message_that_was_never_delivered_ends_the_worker(run: Run, messages: 
     async def take(first: int, *offsets: int) -> None:
         settings = StreamsSettings(state_folder=str(tmp_path), hops=("score",))
         streams = app.make_app(run, settings, log, asyncio.get_running_loop().create_future())
-        agent = app.Agent(streams, ScoreTrajectories({}), log.codec, run.run_id, settings, Pulse())
+        agent = app.HopProcessor(streams, ScoreTrajectories({}), log.codec, run.run_id, settings, ProgramMetrics())
         agent.expect({TP("messages", 0): first})
         for offset in offsets:
             value = by_offset[min(offset, max(by_offset))].value
             message = SimpleNamespace(topic="messages", partition=0, offset=offset, key=b"", value=value)
-            agent._take(SimpleNamespace(message=message), await agent._delivered(message))
+            agent._take(SimpleNamespace(message=message), await agent._decode(message))
 
     asyncio.run(take(0, 0, 1, 2))
     asyncio.run(take(0, 0, 1, 0, 1, 2))  # sought back

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.rules.curriculum import Band, PassRates, drawn, family_of
+from streams.rules.curriculum import PassRateBand, PassRates, draw_family, family_of
 
-ALL = Band(low=0.0, high=1.0)
+ALL = PassRateBand(low=0.0, high=1.0)
 _observation = st.tuples(
     st.sampled_from("ab"), st.integers(0, 30), st.floats(0, 1, allow_nan=False), st.integers(1, 16)
 )
@@ -40,7 +40,7 @@ def test_what_was_seen_counts_half_after_a_half_life() -> None:
 
 def test_outside_of_the_band_a_family_keeps_a_share_of_its_chance() -> None:
     seen = rates(("a", 0, 1.0, 8))
-    band = Band(low=0.2, high=0.8, outside=0.25)
+    band = PassRateBand(low=0.2, high=0.8, outside=0.25)
     assert seen.pass_rate("a", 0) == 0.9
     assert seen.worth("a", 0, band) == pytest.approx(0.25 * seen.worth("a", 0, ALL))
 
@@ -53,20 +53,20 @@ def test_the_order_of_facts_changes_nothing(
     one, other = rates(*observations), rates(*shuffled)
     other.forget_before(version)
     for family in "ab":
-        worth = one.worth(family, version, Band())
-        assert worth == other.worth(family, version, Band())
+        worth = one.worth(family, version, PassRateBand())
+        assert worth == other.worth(family, version, PassRateBand())
         assert 0 < worth <= 0.25
 
 
 @given(st.dictionaries(st.text(max_size=3), st.floats(1e-9, 0.25), min_size=1), st.integers(), st.integers(0, 10**6))
 def test_a_draw_is_one_of_the_families_and_always_the_same(worths: dict[str, float], seed: int, number: int) -> None:
-    chosen = drawn(worths, seed, number)
+    chosen = draw_family(worths, seed, number)
     assert chosen in worths
-    assert chosen == drawn(dict(reversed(worths.items())), seed, number)
+    assert chosen == draw_family(dict(reversed(worths.items())), seed, number)
 
 
 def test_draws_follow_the_worths() -> None:
-    count = Counter(drawn({"a": 0.06, "b": 0.02}, 5, number) for number in range(4000))
+    count = Counter(draw_family({"a": 0.06, "b": 0.02}, 5, number) for number in range(4000))
     assert count["a"] / 4000 == pytest.approx(0.75, abs=0.03)
 
 

@@ -9,11 +9,11 @@ from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import LogBroken
 from schemas.events import Address, GroupCompleted, GroupMember, Meta
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
 from schemas.topics import PARTITIONS
 from streams.config import CutSettings
-from streams.cut import Cutter, batches_of, restored
+from streams.cut import Cutter, batches_of, restore_state
 from streams.hops.groups_to_batches import STATE_VERSION, CutGroups
 from streams.log.memory import MemoryLog
 from streams.log.partitioner import partition_of
@@ -45,12 +45,12 @@ class UntilAllIsCut(threading.Event):
     def is_set(self) -> bool:
         self._looks += 1
         assert self._looks < 10_000, "something is never cut"
-        return self._log.standing(f"cut-{RUN.run_id}", ["groups"])["groups"].lag == 0
+        return self._log.group_lags(f"cut-{RUN.run_id}", ["groups"])["groups"].lag == 0
 
 
 def cut_all(log: MemoryLog, snapshot_batches: int = 8) -> None:
     settings = CutSettings(poll_seconds=0.01, snapshot_batches=snapshot_batches)
-    Cutter(log, HOP, RUN, settings, Pulse()).run_until(UntilAllIsCut(log))
+    Cutter(log, HOP, RUN, settings, ProgramMetrics()).run_until(UntilAllIsCut(log))
 
 
 def completed_group(number: int, version: int) -> GroupCompleted:
@@ -94,7 +94,7 @@ def test_a_restart_reads_the_same_number_of_batches_however_long_the_run_is(log:
         assert taken is not None
         tails.append(len(list(batches_of(log, RUN, taken.positions))))
         states.append(len(taken.state))
-    assert restored(log, HOP, RUN).index_next == 200
+    assert restore_state(log, HOP, RUN).index_next == 200
     assert max(tails) <= 8 + 1
     assert max(states) <= 1.2 * states[0]
 
@@ -105,10 +105,10 @@ def test_a_snapshot_that_is_ahead_of_the_log_is_refused(log: MemoryLog) -> None:
     cut_all(log, snapshot_batches=1)
     log._partitions["batches", 0].pop()
     with pytest.raises(LogBroken, match="snapshot of the cutter was taken with batch 2, which is not on the log"):
-        restored(log, HOP, RUN)
+        restore_state(log, HOP, RUN)
     log._partitions["batches", 0].clear()
     with pytest.raises(LogBroken):
-        restored(log, HOP, RUN)
+        restore_state(log, HOP, RUN)
 
 
 def test_a_batch_that_is_missing_on_the_log_is_noticed(log: MemoryLog) -> None:
@@ -118,14 +118,14 @@ def test_a_batch_that_is_missing_on_the_log_is_noticed(log: MemoryLog) -> None:
     log._partitions["snapshots", 0].clear()
     del log._partitions["batches", 0][1]
     with pytest.raises(LogBroken, match="batch 2 follows on the log where batch 1 is due"):
-        restored(log, HOP, RUN)
+        restore_state(log, HOP, RUN)
 
 
 def test_a_group_that_comes_again_after_it_was_forgotten_is_stale_and_not_trained_on(log: MemoryLog) -> None:
     for number in range(40):
         log.append(completed_group(number, version=number // 2))
     cut_all(log)
-    assert NAMES[0] not in restored(log, HOP, RUN).seen
+    assert NAMES[0] not in restore_state(log, HOP, RUN).seen
     for number in (0, 1, 2, 40, 41):
         log.append(completed_group(number, version=number // 2))
     cut_all(log)
@@ -138,7 +138,7 @@ def test_a_group_that_comes_again_after_it_was_forgotten_is_stale_and_not_traine
 def test_a_cutter_that_can_read_next_to_nothing_stops_with_an_alarm(log: MemoryLog) -> None:
     for number in range(200):
         log.append_bytes("groups", str(number).encode(), b"no group at all")
-    cutter = Cutter(log, HOP, RUN, CutSettings(poll_seconds=0.01), Pulse())
+    cutter = Cutter(log, HOP, RUN, CutSettings(poll_seconds=0.01), ProgramMetrics())
     with pytest.raises(TooManyRejects, match="cut rejected 100 of the last 100"):
         cutter.run_until(threading.Event())
     assert log.count(["dead-letters"]) == {"dead-letters": 99}, "what was refused before the alarm is told of"

@@ -32,9 +32,9 @@ from schemas.packed import pack_tokens, token_count, unpack_logprobs, unpack_tok
 from schemas.registry import MemoryRegistry
 from streams.driver import Driver
 from streams.hops.flow import hops
-from streams.hops.groups_to_batches import CutGroups, Cutting
-from streams.hops.messages_to_trajectories import Assemble, Assembly
-from streams.hops.rewards_to_groups import Gathering, GroupRewards
+from streams.hops.groups_to_batches import CutGroups, CutState
+from streams.hops.messages_to_trajectories import AssembleTrajectories, AssemblyState
+from streams.hops.rewards_to_groups import GroupRewards, GroupState
 from streams.log.memory import MemoryLog
 from streams.rules.dead_letter import TooManyRejects
 from tests.flow.synthetic import RUN_ID, groups, rollout
@@ -249,7 +249,7 @@ def test_a_reward_of_others_that_is_no_number_is_not_counted(log: MemoryLog) -> 
     for offset, reward in enumerate(on(log, "rewards")):
         spoilt = replace(reward, score=float("nan")) if reward.index == 1 else replace(reward, score=float(offset))
         outcome = hop.step(state, spoilt, Address("rewards", 0, offset))
-        state = cast(Gathering, outcome.state)
+        state = cast(GroupState, outcome.state)
     (group,) = outcome.events
     assert isinstance(group, GroupCompleted)
     assert [member.valid for member in group.members] == [True, False, True, True]
@@ -337,23 +337,23 @@ def test_what_cannot_be_joined_is_refused(log: MemoryLog, reason: str, place: in
 def test_an_attempt_that_an_older_worker_began_is_finished() -> None:
     """State that was written before there were contexts is read, and comes to the same trajectory."""
     messages = rollout(0, 0)
-    whole = [assembled for _, assembled in folded(messages)][-1]
-    state, _ = folded(messages[:3])[-1]
+    whole = [assembled for _, assembled in fold_batches(messages)][-1]
+    state, _ = fold_batches(messages[:3])[-1]
     raw = msgspec.msgpack.decode(msgspec.msgpack.encode(state))
     for attempt in raw["attempts"].values():
         for new in ("pieces", "contexts", "untaught"):
             del attempt[new]
-    old = msgspec.msgpack.decode(msgspec.msgpack.encode(raw), type=Assembly)
-    assert folded(messages[3:], old)[-1][1] == whole
+    old = msgspec.msgpack.decode(msgspec.msgpack.encode(raw), type=AssemblyState)
+    assert fold_batches(messages[3:], old)[-1][1] == whole
 
 
-def folded(messages: list[Event], state: Assembly | None = None) -> list[tuple[Assembly, list[Event]]]:
-    hop = Assemble()
-    steps: list[tuple[Assembly, list[Event]]] = []
+def fold_batches(messages: list[Event], state: AssemblyState | None = None) -> list[tuple[AssemblyState, list[Event]]]:
+    hop = AssembleTrajectories()
+    steps: list[tuple[AssemblyState, list[Event]]] = []
     for offset, event in enumerate(messages):
         outcome = hop.step(state, event, Address("messages", 0, offset))
         assert outcome.refused is None
-        state = cast("Assembly", outcome.state)
+        state = cast("AssemblyState", outcome.state)
         steps.append((state, list(outcome.events)))
     return steps
 
@@ -427,7 +427,7 @@ def test_the_cutter_reads_its_state_back_from_its_batches(log: MemoryLog) -> Non
     restarted: list[BatchCut] = []
     state, kept = None, whole[:2]
     for batch in kept:
-        state = cutter.restored(state, batch)
+        state = cutter.apply_batch(state, batch)
     consumed = {(p.topic, p.partition): p.offset for p in kept[-1].positions}
     for delivery in deliveries:
         place = (delivery.address.topic, delivery.address.partition)
@@ -449,7 +449,7 @@ def test_groups_in_which_the_policy_said_nothing_are_passed_over(log: MemoryLog)
         silent = replace(group, members=[replace(member, tokens_sampled=0) for member in group.members])
         outcome = cutter.step(state, silent, Address("groups", 0, number))
         assert outcome.events == ()
-        state = cast(Cutting, outcome.state)
+        state = cast(CutState, outcome.state)
         passed += group.dropped_because is None
     assert state is not None
     assert state.groups_dropped["nothing_sampled"] == passed >= 3

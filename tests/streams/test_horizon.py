@@ -6,8 +6,8 @@ import msgspec
 from msgspec.structs import replace
 
 from schemas.events import Address, Event, EventRejected
-from streams.hops.messages_to_trajectories import Assemble
-from streams.horizon import BLOCK_ENTRIES, TURNS_MAX, Entry, Order
+from streams.hops.messages_to_trajectories import AssembleTrajectories
+from streams.horizon import BLOCK_ENTRIES, TURNS_MAX, Entry, KeyOrder
 from streams.log.protocol import Delivery
 from streams.stage import Change, Stage
 from tests.flow.synthetic import RUN_ID, rollout
@@ -26,7 +26,7 @@ class Worker:
         self.restart()
 
     def restart(self) -> None:
-        self.stage = Stage(Assemble(REMEMBERED), RUN_ID, self.states.get, rejects_share_max=1.0)
+        self.stage = Stage(AssembleTrajectories(REMEMBERED), RUN_ID, self.states.get, rejects_share_max=1.0)
 
     def take(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -37,9 +37,9 @@ class Worker:
                 self.commit()
 
     def commit(self) -> None:
-        self.stage.begin_to_keep()
-        self.stage.keep(self._write)
-        self.stage.committed()
+        self.stage.begin_commit()
+        self.stage.write_states(self._write)
+        self.stage.end_commit()
 
     def _write(self, key: bytes, change: Change) -> None:
         if (encoded := change.encoded) is None:
@@ -149,7 +149,7 @@ def test_what_is_refused_leaves_no_state() -> None:
 def test_an_order_is_restored_from_any_beginning_of_what_was_to_be_stored() -> None:
     """Keys may be named that have no state. None that has one may be missing."""
     stored: dict[bytes, bytes] = {}
-    order = Order(0, stored.get, block_entries=4)
+    order = KeyOrder(0, stored.get, block_entries=4)
     for number in range(40):
         order.add(Entry(str(number).encode(), number))
         if len(order) > 10:
@@ -162,16 +162,16 @@ def test_an_order_is_restored_from_any_beginning_of_what_was_to_be_stored() -> N
         named = {key for key in map(_key, range(40)) if key in order}
         writes = order.changes()
         assert writes is not None
-        known = Order(0, stored.get, block_entries=4)
+        known = KeyOrder(0, stored.get, block_entries=4)
         survivors = {key for key in named if key in known}
         for key, value in [*writes.before, *writes.after]:
-            assert survivors <= {key for key in map(_key, range(40)) if key in Order(0, stored.get, block_entries=4)}
+            assert survivors <= {key for key in map(_key, range(40)) if key in KeyOrder(0, stored.get, block_entries=4)}
             if value is None:
                 stored.pop(key, None)
             else:
                 stored[key] = _encoded(value)
-        order.stored(writes)
-        again = Order(0, stored.get, block_entries=4)
+        order.mark_stored(writes)
+        again = KeyOrder(0, stored.get, block_entries=4)
         assert named <= {key for key in map(_key, range(40)) if key in again}
 
 

@@ -15,7 +15,7 @@ from consumers.events_to_clickhouse import TraceWriter
 from schemas.blobs import Blobs
 from schemas.codec import EVENT_BYTES_MAX, Codec
 from schemas.events import Address, Event, EventRejected, GroupCompleted, TaskSubmitted, ToolObserved
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
 from schemas.run import Run
 from streams import app
@@ -123,7 +123,7 @@ def test_by_the_driver(log: MemoryLog, folder: Path, lose: Callable[[Path], str]
 def test_by_the_cutter(log: MemoryLog, folder: Path, lose: Callable[[Path], str]) -> None:
     address = appended(log, msgspec.structs.replace(synthetic(GroupCompleted), scorer_set=_LARGE))
     said = lose(folder)
-    cutter = Cutter(log, CutGroups(RUN.run_id, 1, 4, 1), RUN, CutSettings(), Pulse())
+    cutter = Cutter(log, CutGroups(RUN.run_id, 1, 4, 1), RUN, CutSettings(), ProgramMetrics())
     with Running(cutter.run_until):
         reject = reject_of(log.reader(["dead-letters"]), address)
     assert (reject.stage, said in reject.reason) == ("cut", True), reject.reason
@@ -134,7 +134,7 @@ def test_by_the_trace_writer(log: MemoryLog, folder: Path, lose: Callable[[Path]
     task = msgspec.structs.replace(submitted.task, prompt=_LARGE)
     address = appended(log, msgspec.structs.replace(submitted, task=task))
     said = lose(folder)
-    writer = TraceWriter(log, store, RUN, TracesSettings(flush_seconds=0.1), Pulse())
+    writer = TraceWriter(log, store, RUN, TracesSettings(flush_seconds=0.1), ProgramMetrics())
     with Running(writer.write_until):
         reject = reject_of(log.reader(["dead-letters"]), address)
         assert writer.await_caught_up(_PATIENCE_SECONDS)
@@ -152,7 +152,7 @@ def test_by_the_faust_app(kafka_run: Run, tmp_path: Path, folder: Path, lose: Ca
     said = lose(folder)
     settings = StreamsSettings(state_folder=str(tmp_path / "state"), hops=("assemble",), rejects_share_max=1.0)
     reader = log.reader(["dead-letters"])
-    with Running(lambda stop: app.run(run, settings, Pulse(), stop)):
+    with Running(lambda stop: app.run(run, settings, ProgramMetrics(), stop)):
         reject = reject_of(reader, address)
     reader.close()
     log.close()

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.rules.advantage import advantages, deviation, teaches_nothing
+from streams.rules.advantage import advantages, deviation, drop_reason
 from streams.rules.pass_at_k import pass_at_k, pass_at_k_of_task, pass_hat_k_of_task
-from streams.rules.staleness import admitted, groups_allowed
+from streams.rules.staleness import groups_allowed, is_admitted
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 
@@ -29,17 +29,17 @@ def test_the_three_advantages_by_hand() -> None:
 
 
 def test_what_teaches_nothing() -> None:
-    assert teaches_nothing([]) == "too_few_valid"
-    assert teaches_nothing([1.0]) == "too_few_valid"
-    assert teaches_nothing([1.0, 1.0]) == "zero_variance"
-    assert teaches_nothing([1.0, 0.0]) is None
+    assert drop_reason([]) == "too_few_valid"
+    assert drop_reason([1.0]) == "too_few_valid"
+    assert drop_reason([1.0, 1.0]) == "zero_variance"
+    assert drop_reason([1.0, 0.0]) is None
 
 
 def test_staleness_admits_up_to_the_limit() -> None:
-    assert admitted(5, 1, 4)
-    assert not admitted(6, 1, 4)
-    assert admitted(1, 3, 4)
-    assert not admitted(1, None, 4)
+    assert is_admitted(5, 1, 4)
+    assert not is_admitted(6, 1, 4)
+    assert is_admitted(1, 3, 4)
+    assert not is_admitted(1, None, 4)
     assert groups_allowed(versions_trained=3, staleness_target=1, groups_per_batch=16) == 80
 
 

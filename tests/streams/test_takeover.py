@@ -9,7 +9,7 @@ from schemas.errors import Fenced, TakenOver
 from schemas.events import Meta, RunResumed
 from schemas.registry import MemoryRegistry
 from streams.log.memory import MemoryLog
-from streams.log.takeover import fenced_or_taken_over
+from streams.log.takeover import fencing_error
 from tests.consumers.synthetic_run import run_of
 
 RUN = run_of(steps=1, demonstrations=1)
@@ -36,5 +36,5 @@ def test_only_a_newer_start_of_the_same_run_takes_over(
     log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
     for start in starts:
         log.append(resumed(start, run_id))
-    error = fenced_or_taken_over(log, msgspec.structs.replace(RUN, start_number=own), Fenced("by somebody"))
+    error = fencing_error(log, msgspec.structs.replace(RUN, start_number=own), Fenced("by somebody"))
     assert type(error) is expected

@@ -19,7 +19,7 @@ from consumers.config import TracesSettings
 from deploy.local.ports import choose_ports
 from deploy.local.stack import local_log
 from schemas.events import Event, TurnGenerated
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import JobSettings, Run
 from schemas.topics import TOPICS
 from streams import app
@@ -108,15 +108,15 @@ def _started(program: str, run: Run, folder: Path) -> Iterator["subprocess.Popen
 
 def _has_read(group: str) -> Callable[[Log], bool]:
     def is_done(log: Log) -> bool:
-        standings = log.standing(group, _ALL).values()
-        return all(standing.lag == 0 for standing in standings) and any(standing.committed for standing in standings)
+        lags = log.group_lags(group, _ALL).values()
+        return all(group_lags.lag == 0 for group_lags in lags) and any(group_lags.committed for group_lags in lags)
 
     return is_done
 
 
 def _has_streamed(log: Log) -> bool:
-    standings = log.standing(f"streams-{RUN_ID}", ["messages", "trajectories", "rewards"])
-    return all(standing.lag == 0 and standing.committed for standing in standings.values())
+    lags = log.group_lags(f"streams-{RUN_ID}", ["messages", "trajectories", "rewards"])
+    return all(group_lags.lag == 0 and group_lags.committed for group_lags in lags.values())
 
 
 _PARTS: dict[str, tuple[Callable[[Log], bool], int]] = {
@@ -133,12 +133,12 @@ _PARTS: dict[str, tuple[Callable[[Log], bool], int]] = {
 
 
 def main(program: str, run: Run, folder: Path) -> None:
-    stop, pulse = threading.Event(), Pulse()
+    stop, program_metrics = threading.Event(), ProgramMetrics()
     if program == "streams":
-        app.run(run, StreamsSettings(state_folder=str(folder / "state")), pulse, stop)
+        app.run(run, StreamsSettings(state_folder=str(folder / "state")), program_metrics, stop)
     elif program == "traces":
         port = choose_ports({"traces": 0})["traces"]
-        events_to_clickhouse.run(run, TracesSettings(dsn=f"chdb://{folder}/traces", port=port), pulse, stop)
+        events_to_clickhouse.run(run, TracesSettings(dsn=f"chdb://{folder}/traces", port=port), program_metrics, stop)
     else:
         read(run)
 

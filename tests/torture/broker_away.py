@@ -93,7 +93,7 @@ def main(run: Run, events: int) -> None:
     """Writes when told to, and tells all the time how many events wait for the broker."""
     log = open_log(run)
     log.codec.register_all()
-    log.standing("nobody", ["messages"])  # connected
+    log.group_lags("nobody", ["messages"])  # connected
     print("ready", flush=True)
     sys.stdin.readline()
     appended = acknowledged = 0

@@ -19,7 +19,7 @@ from schemas.run import LogSettings, Run
 from streams.log.connect import open_log
 from tests.flow.synthetic import groups
 from tests.torture.kills import PATIENCE_SECONDS, Verdict, example_job, judged
-from tests.torture.oracle import Batches, Compared, compared, events_of, judged_batches, undisturbed
+from tests.torture.oracle import Batches, PartitionComparison, compared, events_of, judged_batches, undisturbed
 from tests.torture.programs import Program, cut_program, streams_program
 from tests.torture.progress import tell
 from tests.torture.running import Running, running
@@ -66,7 +66,7 @@ class Flowed:
 
     kills: int
     messages: int
-    facts: Compared
+    facts: PartitionComparison
     batches: Batches
     groups_left: int
     "that were completed, teach something, fill a batch and are in none"

@@ -13,7 +13,7 @@ from streams.log.kafka import KafkaLog
 from streams.log.protocol import Log
 from tests.flow.synthetic import groups
 from tests.torture.fuzz import INPUT_TOPICS, harmless
-from tests.torture.oracle import Compared, append, compared, events_of, undisturbed
+from tests.torture.oracle import PartitionComparison, append, compared, events_of, undisturbed
 from tests.torture.programs import Program, cut_program, streams_program
 from tests.torture.scenario import GROUPS_PER_BATCH, kill_all, lag_of, taught_by, troubled_run
 from tests.torture.stopping import await_that
@@ -32,7 +32,7 @@ class FuzzedPrograms:
     unreadable: int
     "messages that cannot be read"
     unaddressed: int
-    facts: Compared
+    facts: PartitionComparison
     batches: int
     fallen: int
     "programs that did not live to the end"
@@ -66,7 +66,7 @@ def _is_done(log: KafkaLog, run: Run, bad: int, batches: int) -> bool:
     """All is read. The cutter commits with a batch: what it read since the last one is told by its rejects alone."""
     return (
         lag_of(log, f"streams-{run.run_id}", READ_TOPICS) == 0
-        and log.standing(f"fuzz-{run.run_id}", ["dead-letters"])["dead-letters"].end >= bad
+        and log.group_lags(f"fuzz-{run.run_id}", ["dead-letters"])["dead-letters"].end >= bad
         and len(events_of(log, run.run_id, "batches")) >= batches
     )
 

@@ -22,14 +22,14 @@ from tokenizers import Tokenizer
 from consumers.clickhouse.store import Store
 from consumers.config import ReloaderSettings, TracesSettings
 from consumers.events_to_clickhouse import TraceWriter
-from consumers.reports.summary import counted
-from consumers.weights_to_vllm import Mailbox, Reporter, Targets, follow
+from consumers.reports.summary import count_rows
+from consumers.weights_to_vllm import LatestTargets, Reporter, Targets, follow
 from producers import scheduler, tasks
 from producers.config import FeederSettings, SchedulerSettings
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.events import Address, Event, EventRejected
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
 from schemas.topics import TOPICS, topic_of
 from streams.log.memory import MemoryLog
@@ -130,12 +130,12 @@ def _synthetic_log(mutated_per_topic: int, seed: int, topics: tuple[str, ...]) -
     return log
 
 
-def _written_by(program: Callable[[SpoiltLog, Pulse, threading.Event], None], log: SpoiltLog) -> set[str]:
+def _written_by(program: Callable[[SpoiltLog, ProgramMetrics, threading.Event], None], log: SpoiltLog) -> set[str]:
     """Ids of what a planner writes after it has read all there is."""
     before = _ids(log)
-    pulse = Pulse()
-    with running(lambda stop: program(log, pulse, stop)) as until:
-        until(lambda: pulse.detail not in ("", "reads the log"))
+    program_metrics = ProgramMetrics()
+    with running(lambda stop: program(log, program_metrics, stop)) as until:
+        until(lambda: program_metrics.detail not in ("", "reads the log"))
     return _ids(log) - before
 
 
@@ -146,21 +146,21 @@ def _ids(log: SpoiltLog) -> set[str]:
 
 
 def fuzz_scheduler(mutated_per_topic: int, seed: int) -> int:
-    def program(log: SpoiltLog, pulse: Pulse, stop: threading.Event) -> None:
-        scheduler.schedule(RUN, SchedulerSettings(), pulse, stop, log)
+    def program(log: SpoiltLog, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
+        scheduler.schedule(RUN, SchedulerSettings(), program_metrics, stop, log)
 
     return _same_decisions(program, scheduler.TOPICS_READ, mutated_per_topic, seed)
 
 
 def fuzz_feeder(mutated_per_topic: int, seed: int) -> int:
-    def program(log: SpoiltLog, pulse: Pulse, stop: threading.Event) -> None:
-        tasks.feed(RUN, FeederSettings(), pulse, stop, log)
+    def program(log: SpoiltLog, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
+        tasks.feed(RUN, FeederSettings(), program_metrics, stop, log)
 
     return _same_decisions(program, tasks.TOPICS_READ, mutated_per_topic, seed)
 
 
 def _same_decisions(
-    program: Callable[[SpoiltLog, Pulse, threading.Event], None],
+    program: Callable[[SpoiltLog, ProgramMetrics, threading.Event], None],
     topics: tuple[str, ...],
     mutated_per_topic: int,
     seed: int,
@@ -181,10 +181,12 @@ def fuzz_reloader(mutated_per_topic: int, seed: int) -> int:
 
 def _targets(log: SpoiltLog, topics: tuple[str, ...]) -> Targets:
     """What the reloader wants its servers to serve after it has read all there is."""
-    mailbox, pulse, messages = Mailbox(), Pulse(), sum(log.count(topics).values())
-    reporter = Reporter(log, RUN, pulse)
+    mailbox, program_metrics, messages = LatestTargets(), ProgramMetrics(), sum(log.count(topics).values())
+    reporter = Reporter(log, RUN, program_metrics)
     with running(lambda stop: follow(log, RUN, ReloaderSettings(), mailbox, [], reporter, stop)) as until:
-        until(lambda: pulse.figures().get("events_read", 0.0) >= messages and mailbox.get().wanted() is not None)
+        until(
+            lambda: program_metrics.figures().get("events_read", 0.0) >= messages and mailbox.get().wanted() is not None
+        )
     return mailbox.get()
 
 
@@ -225,10 +227,10 @@ def fuzz_traces(mutated_per_topic: int, seed: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         store = Store(f"chdb://{folder}/store", "fuzz", threads=1)
         try:
-            writer = TraceWriter(log, store, RUN, TracesSettings(), Pulse())
+            writer = TraceWriter(log, store, RUN, TracesSettings(), ProgramMetrics())
             with running(writer.write_until) as until:
                 until(lambda: writer.await_caught_up(1.0))
-            rows, messages = counted(store, log)
+            rows, messages = count_rows(store, log)
             assert rows == messages, f"{rows} rows of {messages} messages"
             good = {event.meta.id for event in SyntheticRun(RUN, evaluation_tasks=3).events()}
             found = {row[0] for row in store.ask("SELECT id FROM events WHERE type != 'undecodable'").rows}

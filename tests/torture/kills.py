@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from deploy.programs import PROGRAMS
-from deploy.session import MONITOR
+from deploy.run_lifecycle import MONITOR
 from schemas.job import load_job
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
-from tests.torture.oracle import Batches, Compared, compared, events_of, judged_batches, undisturbed
+from tests.torture.oracle import Batches, PartitionComparison, compared, events_of, judged_batches, undisturbed
 from tests.torture.progress import tell
 from tests.torture.running import PROJECT, Running, running
 
@@ -35,7 +35,7 @@ class Verdict:
     kills: Counter[str]
     seconds: float
     messages: int
-    facts: Compared
+    facts: PartitionComparison
     batches: Batches
     batches_wanted: int
     versions: int

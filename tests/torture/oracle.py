@@ -10,7 +10,7 @@ from schemas.events import BatchCut, Event, GroupCompleted
 from schemas.job import Scorer
 from schemas.registry import MemoryRegistry
 from schemas.run import Run
-from streams.cut import cutting_of
+from streams.cut import cut_hop_of
 from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.log.memory import MemoryLog
@@ -20,7 +20,7 @@ DERIVED_TOPICS = ("trajectories", "attempts", "rewards", "groups")
 
 
 @dataclass(frozen=True)
-class Compared:
+class PartitionComparison:
     """The facts of a log beside those that follow from its messages."""
 
     lost: int
@@ -59,7 +59,7 @@ class Batches:
 
 def judged_batches(log: Log, run: Run) -> Batches:
     """What stands on the log, beside what follows from the groups there."""
-    hop = cutting_of(run)
+    hop = cut_hop_of(run)
     batches = [event for event in events_of(log, run.run_id, "batches") if isinstance(event, BatchCut)]
     groups = [
         (delivery.address, delivery.event)
@@ -87,11 +87,11 @@ def undisturbed(messages: Iterable[Event], run_id: str, scorers: Sequence[Scorer
     return log
 
 
-def compared(log: Log, quiet: Log, run_id: str, topics: Sequence[str] = DERIVED_TOPICS) -> Compared:
+def compared(log: Log, quiet: Log, run_id: str, topics: Sequence[str] = DERIVED_TOPICS) -> PartitionComparison:
     """The facts of a run on these topics of a log, beside those of an undisturbed one."""
     found = Counter(event.meta.id for event in events_of(log, run_id, *topics))
     wanted = {event.meta.id for event in events_of(quiet, run_id, *topics)}
-    return Compared(
+    return PartitionComparison(
         lost=len(wanted - found.keys()), foreign=len(found.keys() - wanted), repeated=found.total() - len(found)
     )
 

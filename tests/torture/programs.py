@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import ReplaygroundError
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.config import CutSettings, StreamsSettings
 from tests.simulation.simulator import only_errors
@@ -87,26 +87,26 @@ def _streams(run: Run, state_folder: str, seek_seconds: float, rejects_share_max
     """Seeks take so much longer than they would: what must not happen meanwhile has time to."""
     from streams import app, faust_fixes
 
-    seek = faust_fixes.KeepingConsumer.perform_seek
+    seek = faust_fixes.StatefulConsumer.perform_seek
 
-    async def seek_slowly(consumer: faust_fixes.KeepingConsumer) -> None:
+    async def seek_slowly(consumer: faust_fixes.StatefulConsumer) -> None:
         await seek(consumer)
         await asyncio.sleep(seek_seconds)
 
-    faust_fixes.KeepingConsumer.perform_seek = seek_slowly
+    faust_fixes.StatefulConsumer.perform_seek = seek_slowly
     settings = StreamsSettings(
         state_folder=state_folder,
         session_timeout_seconds=SESSION_SECONDS,
         commit_seconds=0.5,
         rejects_share_max=rejects_share_max,
     )
-    app.run(run, settings, Pulse(), stop)
+    app.run(run, settings, ProgramMetrics(), stop)
 
 
 def _cut(run: Run, rejects_share_max: float, stop: threading.Event) -> None:
     from streams import cut
 
-    cut.run(run, CutSettings(rejects_share_max=rejects_share_max), Pulse(), stop)
+    cut.run(run, CutSettings(rejects_share_max=rejects_share_max), ProgramMetrics(), stop)
 
 
 def _trainer(run: Run, stop: threading.Event) -> None:
@@ -118,7 +118,7 @@ def _trainer(run: Run, stop: threading.Event) -> None:
         grpo=GrpoSettings(micro_batch_tokens_max=256),
         threads=1,
     )
-    loop.run(run, settings, Pulse(), stop)
+    loop.run(run, settings, ProgramMetrics(), stop)
 
 
 def _entered(tells: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -11,9 +11,9 @@ from deploy.field import attach_field
 from deploy.local.folder import FieldFolder, RunFolder
 from deploy.local.stack import RunningStack
 from deploy.local.supervisor import Control, ProgramState
-from deploy.page import Page
-from deploy.resolve import Resolved, load
-from deploy.session import attach_run
+from deploy.resolve import ResolvedConfig, load
+from deploy.run_lifecycle import attach_run
+from deploy.traces_client import TracesClient
 
 PROJECT = Path(__file__).parent.parent.parent
 
@@ -24,15 +24,15 @@ class Running:
 
     field: FieldFolder
     folder: RunFolder
-    resolved: Resolved
+    resolved: ResolvedConfig
 
     @property
     def stacks(self) -> tuple[RunningStack, RunningStack]:
         return attach_field(self.field), attach_run(self.folder)
 
     @property
-    def page(self) -> Page:
-        return Page(self.resolved.page_url, self.resolved.run_id)
+    def page(self) -> TracesClient:
+        return TracesClient(self.resolved.page_url, self.resolved.run_id)
 
     def states(self) -> dict[str, ProgramState]:
         """Every part of the field and of the run."""

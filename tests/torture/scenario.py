@@ -62,7 +62,7 @@ def flowing(run: Run, events: Sequence[Event], seconds: float) -> Iterator[None]
 def lag_of(log: Log, group: str, topics: Sequence[str]) -> int:
     """Messages that the group has not committed; -1 while there is nobody to ask."""
     try:
-        return sum(standing.lag for standing in log.standing(group, topics).values())
+        return sum(group_lags.lag for group_lags in log.group_lags(group, topics).values())
     except LogUnavailable:
         return -1
 

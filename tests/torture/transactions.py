@@ -11,11 +11,11 @@ from confluent_kafka import Producer
 
 from schemas.codec import Codec
 from schemas.events import Event
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.run import LogSettings, Run
 from streams import cut
 from streams.config import CutSettings
-from streams.log.access import Guard
+from streams.log.access import AccessGuard
 from streams.log.connect import codec_of
 from streams.log.connection import Connection
 from streams.log.kafka import KafkaLog, KafkaTransactor
@@ -92,12 +92,12 @@ class _TroubledLog(KafkaLog):
 
 
 class _TroubledTransactor(KafkaTransactor):
-    def __init__(self, connection: Connection, codec: Codec, name: str, guard: Guard, trouble: _Trouble) -> None:
+    def __init__(self, connection: Connection, codec: Codec, name: str, guard: AccessGuard, trouble: _Trouble) -> None:
         self._trouble = trouble
         super().__init__(connection, codec, name, guard)
 
-    def _initialised(self) -> Producer:
-        return cast(Producer, _TroubledProducer(super()._initialised(), self._trouble))
+    def _initialise(self) -> Producer:
+        return cast(Producer, _TroubledProducer(super()._initialise(), self._trouble))
 
 
 class _TroubledProducer:
@@ -131,7 +131,7 @@ class _TroubledProducer:
 @contextmanager
 def _cutting(run: Run, log: KafkaLog) -> Iterator[None]:
     stop = threading.Event()
-    thread = threading.Thread(target=cut.cut, args=(run, CutSettings(), Pulse(), stop, log))
+    thread = threading.Thread(target=cut.cut, args=(run, CutSettings(), ProgramMetrics(), stop, log))
     thread.start()
     try:
         yield

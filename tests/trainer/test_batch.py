@@ -14,7 +14,15 @@ from schemas.events import Context, TrajectoryAssembled
 from schemas.packed import pack_logprobs, pack_tokens, unpack_tokens
 from tests.trainer.episodes import assembled, played
 from trainer.base_model import WEIGHTS
-from trainer.batch import UNVERSIONED, Episode, Refused, TrainingBatch, counting_only, episodes_of, training_batch
+from trainer.batch import (
+    UNVERSIONED,
+    Episode,
+    RefusedTrajectory,
+    TrainingBatch,
+    counting_only,
+    episodes_of,
+    training_batch,
+)
 from trainer.config import GrpoSettings
 from trainer.engines.llama import Llama, llama_shape
 from trainer.loss import Tokens, policy_loss
@@ -128,7 +136,7 @@ def broken(event: TrajectoryAssembled, size: int) -> Sequence[tuple[str, Traject
 def test_what_cannot_be_trained_on_is_refused(events: list[TrajectoryAssembled], tokenizer: Tokenizer) -> None:
     size = tokenizer.get_vocab_size()
     for reason, event in broken(events[0], size):
-        with pytest.raises(Refused, match=reason):
+        with pytest.raises(RefusedTrajectory, match=reason):
             episodes_of(event, size)
 
 
@@ -195,7 +203,7 @@ def test_only_the_chosen_agents_are_learned_from(events: list[TrajectoryAssemble
     assert episode.sampled.tolist() == expected.sampled.tolist()
     assert counting_only(team, ()) is team
     assert len(episodes_of(counting_only(team, ("agent-0", "agent-2")), size)) == 2
-    with pytest.raises(Refused, match="no sampled token"):
+    with pytest.raises(RefusedTrajectory, match="no sampled token"):
         episodes_of(counting_only(team, ("nobody",)), size)
 
 
@@ -211,5 +219,5 @@ def test_contexts_that_do_not_divide_a_trajectory_are_refused(
         ((0, sampled_at), "first token of a context"),
     ]:
         contexts = [Context(start=start, agent="a") for start in starts]
-        with pytest.raises(Refused, match=reason):
+        with pytest.raises(RefusedTrajectory, match=reason):
             episodes_of(replace(events[0], contexts=contexts), size)

@@ -26,7 +26,7 @@ from schemas.events import (
     WeightsFile,
     WeightsPublished,
 )
-from schemas.metrics import Pulse
+from schemas.metrics import ProgramMetrics
 from schemas.packed import token_count, unpack_logprobs, unpack_tokens
 from schemas.registry import MemoryRegistry
 from schemas.run import JobSettings, LogSettings, Run
@@ -61,7 +61,7 @@ class Field:
             blobs_url=self.blobs.url,
             worker="trainer-0",
         )
-        self.pulse = Pulse()
+        self.program_metrics = ProgramMetrics()
         self.failure: BaseException | None = None
 
     def all(self, topic: str) -> list[Event]:
@@ -85,7 +85,7 @@ class Field:
         def program() -> None:
             try:
                 engine = TorchEngine(settings, self.run.seed)
-                train(self.run, settings, self.log, self.blobs, engine, self.pulse, stop, now=lambda: 7)
+                train(self.run, settings, self.log, self.blobs, engine, self.program_metrics, stop, now=lambda: 7)
             except BaseException as failure:
                 self.failure = failure
 
@@ -102,7 +102,7 @@ class Field:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not holds():
             assert self.failure is None, repr(self.failure)
-            assert time.monotonic() < deadline, self.pulse.detail
+            assert time.monotonic() < deadline, self.program_metrics.detail
             time.sleep(0.01)
 
     def until_version(self, version: int) -> None:
@@ -186,7 +186,7 @@ def test_a_run_from_nothing_to_its_last_step(
 ) -> None:
     everything(field, tokenizer)
     with field.training():
-        field.until(lambda: field.pulse.detail.startswith("done"))
+        field.until(lambda: field.program_metrics.detail.startswith("done"))
     assert field.digests() == uninterrupted
     steps = field.steps()
     assert [(step.kind, step.base_version, step.new_version) for step in steps] == [
@@ -201,8 +201,8 @@ def test_a_run_from_nothing_to_its_last_step(
     assert (last.batch_id, last.metrics["groups"], last.metrics["groups_stale"]) == ("batch-run-2", 2, 1)
     assert last.metrics["groups_dropped_zero_variance"] == 3
     assert set(last.seconds) == {"read", "tensors", "forward_backward", "checkpoint", "publish"}
-    assert field.pulse.figures()["step"] == 3
-    assert field.pulse.figures()["version"] == 4
+    assert field.program_metrics.figures()["step"] == 3
+    assert field.program_metrics.figures()["version"] == 4
 
 
 def unpacked(blobs: Blobs, files: list[WeightsFile], folder: Path) -> dict[str, Path]:
@@ -283,7 +283,7 @@ def test_steps_end_when_the_job_says_so(tmp_path: Path, tokenizer: Tokenizer) ->
     field = Field(tmp_path, steps=1)
     everything(field, tokenizer)
     with field.training():
-        field.until(lambda: field.pulse.detail.startswith("done"))
+        field.until(lambda: field.program_metrics.detail.startswith("done"))
         time.sleep(0.05)
     assert [version for version, _ in field.digests()] == [0, 1, 2]
 
@@ -352,7 +352,7 @@ def test_a_batch_for_other_weights_fails_loudly(
 
 def test_a_stop_is_heard_while_waiting(field: Field) -> None:
     with field.training():
-        field.until(lambda: "demonstrations" in field.pulse.detail)
+        field.until(lambda: "demonstrations" in field.program_metrics.detail)
     assert field.failure is None
     assert [version for version, _ in field.digests()] == [0]
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from trainer.config import GrpoSettings, LossMode
-from trainer.loss import MODES, LossFigures, Tokens, policy_loss, rejected, token_shares
+from trainer.loss import MODES, LossFigures, Tokens, policy_loss, rejection_mask, token_shares
 
 RULES = {mode: GrpoSettings(mode=mode, inner_steps=1) for mode in MODES}
 
@@ -179,7 +179,7 @@ def test_sequence_rejection_removes_a_trajectory_and_keeps_the_count() -> None:
     tokens = drawn(7)
     tokens = _with(tokens, mask=tokens.mask | (torch.arange(len(tokens.mask)) % 3 == 0))
     rules = replace(RULES["decoupled"], rejection_low=0.9, rejection_high=1.1)
-    removed = rejected(tokens, rules)
+    removed = rejection_mask(tokens, rules)
     for trajectory in torch.arange(7):
         same = tokens.trajectory == trajectory
         mean = float((tokens.prox - tokens.mu)[same & tokens.mask].mean().exp())

@@ -31,7 +31,7 @@ class GrpoBatch:
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """Figures of one step, as StepTaken carries them."""
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -45,10 +45,10 @@ class Engine(Protocol):
         """Takes the files of a weight version; an empty checkpoint means a fresh optimizer. The files stay where they are,
         unchanged, until the next load. Raises BadInput."""
 
-    def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> Report:
+    def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
         """The cold start. Their order does not matter. Raises BadInput when none can be learned from."""
 
-    def grpo(self, batch: GrpoBatch) -> Report:
+    def grpo(self, batch: GrpoBatch) -> StepReport:
         """One batch of practice. Trajectories that cannot be trained on are left out and counted in the report; when
         none is left the weights stay as they are and the report says step_refused."""
 

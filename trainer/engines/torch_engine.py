@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from schemas.errors import BadInput
 from schemas.events import TrajectoryAssembled
 from trainer.base_model import WEIGHTS
-from trainer.batch import Episode, Refused, TrainingBatch, episodes_of, training_batch
+from trainer.batch import Episode, RefusedTrajectory, TrainingBatch, episodes_of, training_batch
 from trainer.checkpoint import restore_optimizer, write_optimizer
 from trainer.config import GrpoSettings, TrainerSettings
 from trainer.engines.foreign import ForeignModel
 from trainer.engines.llama import Llama, llama_shape
-from trainer.engines.protocol import GrpoBatch, Model, Progress, Report
+from trainer.engines.protocol import GrpoBatch, Model, Progress, StepReport
 from trainer.sft import demonstrations_of, fine_tune
 from trainer.step import take_step
 
@@ -37,7 +37,7 @@ class TorchEngine:
         self._static = {name: path for name, path in files.items() if name != WEIGHTS}
         self._loaded = model, optimizer
 
-    def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> Report:
+    def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
         model, _ = self._ready()
         began = time.monotonic()
         episodes = demonstrations_of(demonstrations, model.vocabulary_size)
@@ -51,9 +51,9 @@ class TorchEngine:
             "trajectories": float(len(episodes)),
             "trajectories_refused": float(len(demonstrations) - len(episodes)),
         }
-        return Report(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
+        return StepReport(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
 
-    def grpo(self, batch: GrpoBatch) -> Report:
+    def grpo(self, batch: GrpoBatch) -> StepReport:
         model, optimizer = self._ready()
         began = time.monotonic()
         tensors = _tensors(batch, model.vocabulary_size, self._settings.grpo)
@@ -65,7 +65,7 @@ class TorchEngine:
             metrics = take_step(model, optimizer, tensors, self._settings.grpo, batch.base_version)
             metrics["learning_rate"] = learning_rate
         metrics["trajectories_refused"] = float(len(tensors.refused))
-        return Report(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
+        return StepReport(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
 
     def save(self, folder: Path) -> dict[str, Path]:
         model, _ = self._ready()
@@ -126,7 +126,7 @@ def _tensors(batch: GrpoBatch, vocabulary_size: int, settings: GrpoSettings) -> 
     for event, reward, advantage in zip(batch.trajectories, batch.rewards, batch.advantages, strict=True):
         try:
             episodes += episodes_of(event, vocabulary_size, advantage, reward)
-        except Refused as refusal:
+        except RefusedTrajectory as refusal:
             refused.append(str(refusal))
     return training_batch(
         episodes, settings.micro_batch_tokens_max, settings.aggregation, settings.length_constant, refused

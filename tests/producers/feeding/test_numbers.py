@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from producers.feeding.numbers import EVENTS_PER_DECISION_MAX, Numbers
+from producers.feeding.numbers import EVENTS_PER_DECISION_MAX, SubmittedNumbers
 
 
 def task_id(number: int) -> str:
@@ -15,7 +15,7 @@ def task_id(number: int) -> str:
 def test_ids_may_be_read_in_any_order_and_twice(seed: int) -> None:
     ids = [task_id(number) for number in range(3000)] * 2
     random.Random(seed).shuffle(ids)
-    numbers = Numbers(task_id)
+    numbers = SubmittedNumbers(task_id)
     for each in ids:
         numbers.note(each)
     numbers.settle()
@@ -23,14 +23,14 @@ def test_ids_may_be_read_in_any_order_and_twice(seed: int) -> None:
 
 
 def test_what_a_crash_left_out_is_next() -> None:
-    numbers = Numbers(task_id)
+    numbers = SubmittedNumbers(task_id)
     lost = {100, 103}
     for number in range(100 + EVENTS_PER_DECISION_MAX):
         if number not in lost:
             numbers.note(task_id(number))
     numbers.settle()
     assert numbers.next == 100
-    again = Numbers(task_id, numbers.state())
+    again = SubmittedNumbers(task_id, numbers.state())
     again.settle()
     again.submit(100)
     assert again.next == 103
@@ -39,7 +39,7 @@ def test_what_a_crash_left_out_is_next() -> None:
 
 
 def test_our_own_tasks_that_come_back_take_no_room() -> None:
-    numbers = Numbers(task_id)
+    numbers = SubmittedNumbers(task_id)
     numbers.settle()
     for number in range(2000):
         numbers.submit(number)

@@ -2,7 +2,7 @@
 
 from producers.scheduler import _ask_of
 from producers.scheduling.ledger import Ledger
-from producers.scheduling.members import Members, Wanted, trajectory_id
+from producers.scheduling.members import MemberAction, Members, trajectory_id
 from schemas.events import Address, EventRejected, Meta, RolloutRequested, Sampling
 from tests.producers.test_scheduler import SECOND, SETTINGS, ended, tasks
 
@@ -31,7 +31,7 @@ def request(index: int, retry: int = 0, at: int = 0) -> RolloutRequested:
     )
 
 
-def rejected(trajectory: str, at: int) -> EventRejected:
+def rejection(trajectory: str, at: int) -> EventRejected:
     return EventRejected(
         meta=Meta(id=f"x{at}", run_id="r", category="", topic="dead-letters", sender="rollouts", timestamp=at),
         original=b"",
@@ -54,24 +54,24 @@ def two_members() -> tuple[Ledger, Members]:
     return ledger, members
 
 
-def wanted(members: Members, now: int) -> list[Wanted]:
+def wanted(members: Members, now: int) -> list[MemberAction]:
     return list(members.next(now, lambda ask: True))
 
 
 def test_a_member_whose_request_no_worker_could_read_is_asked_for_again() -> None:
     _, members = two_members()
-    members.note_refused(trajectory_id(ASK.task_id, 1), rejected(trajectory_id(ASK.task_id, 1), 5 * SECOND))
-    members.note_refused("somebody else's", rejected("somebody else's", 5 * SECOND))
+    members.note_refused(trajectory_id(ASK.task_id, 1), rejection(trajectory_id(ASK.task_id, 1), 5 * SECOND))
+    members.note_refused("somebody else's", rejection("somebody else's", 5 * SECOND))
     members.assign_refused()
     assert wanted(members, 5 * SECOND) == []
-    assert wanted(members, 7 * SECOND) == [Wanted(ASK, 1, 1)]
+    assert wanted(members, 7 * SECOND) == [MemberAction(ASK, 1, 1)]
 
 
 def test_a_refusal_is_of_the_newest_request_before_it() -> None:
     ledger, members = two_members()
     group = ledger.find(ASK.group_id)
     assert group is not None
-    members.note_refused(trajectory_id(ASK.task_id, 1), rejected("", 5 * SECOND))
+    members.note_refused(trajectory_id(ASK.task_id, 1), rejection("", 5 * SECOND))
     members.note_request(ASK.group_id, group, request(1, retry=1, at=6 * SECOND))
     members.assign_refused()
     assert wanted(members, 8 * SECOND) == wanted(members, 10 * SECOND) == [], (
@@ -90,7 +90,9 @@ def test_a_member_that_a_crash_left_out_is_asked_for_and_one_that_was_closed_is_
     members.restore(ASK.group_id, group)
     members.forget(ASK.group_id, group)
     members.restore(ASK.group_id, group)
-    assert wanted(members, 0) == [Wanted(ASK, 1, 0)], "a restart does not know that it was closed, and closes it again"
+    assert wanted(members, 0) == [MemberAction(ASK, 1, 0)], (
+        "a restart does not know that it was closed, and closes it again"
+    )
 
 
 def test_seconds_with_a_success_are_noted_whosever_they_are() -> None:

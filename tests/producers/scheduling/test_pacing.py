@@ -3,7 +3,7 @@
 import pytest
 
 from producers.scheduler import _ask_of
-from producers.scheduling.ledger import Asked, Group, Judged, Member, Refusal
+from producers.scheduling.ledger import Group, GroupOutcome, Member, MemberRequest, Refusal
 from producers.scheduling.pacing import Pacing, Standing
 from schemas.run import JobSettings
 from tests.producers.test_scheduler import cut, tasks
@@ -11,8 +11,8 @@ from tests.producers.test_scheduler import cut, tasks
 JOB = JobSettings(groups_per_batch=2, group_size=2, steps=3, staleness_target=1, staleness_max=0)
 TRAIN = _ask_of(tasks(1, 2)[0], None, 0)
 EVAL = _ask_of(tasks(1, 1, "eval", 1)[0], None, 0)
-ASKED = {0: Member(requests={0: Asked(0, 1)})}
-TEACHES, TEACHES_NOT = Judged(False, 1, 1, 0.5, 2), Judged(True, 1, 1, 0.0, 2)
+ASKED = {0: Member(requests={0: MemberRequest(0, 1)})}
+TEACHES, TEACHES_NOT = GroupOutcome(False, 1, 1, 0.5, 2), GroupOutcome(True, 1, 1, 0.0, 2)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ _SELECT_PARTS = (
 _NEVER = (exp.Into, exp.Lock, exp.Command, exp.Parameter, exp.Placeholder, exp.SessionParameter, exp.Hint, exp.Pivot)
 
 
-def checked(sql: str) -> str:
+def check_sql(sql: str) -> str:
     """The statement to run. Raises BadInput with the reason when it is not one SELECT that is allowed."""
-    tree = _parsed(sql)
+    tree = _parse(sql)
     for node in tree.walk():
         _check(node)
     _check_tables(tree)
@@ -81,7 +81,7 @@ def checked(sql: str) -> str:
     return rewritten
 
 
-def _parsed(sql: str) -> exp.Expr:
+def _parse(sql: str) -> exp.Expr:
     if len(sql) > CHARACTERS_MAX:
         raise BadInput(f"the statement is longer than {CHARACTERS_MAX} characters")
     try:
@@ -140,12 +140,12 @@ def _is_array_join(table: exp.Table) -> bool:
 
 def _check_calls(sql: str) -> None:
     """Every word before an opening bracket is a word of the language, a type or a function of the list."""
-    for name in _called(Tokenizer(dialect="clickhouse").tokenize(sql)):
+    for name in _called_functions(Tokenizer(dialect="clickhouse").tokenize(sql)):
         if name.lower() not in _BEFORE_BRACKETS:
             raise BadInput(f"the function {name} is not allowed here")
 
 
-def _called(tokens: list[Token]) -> Iterator[str]:
+def _called_functions(tokens: list[Token]) -> Iterator[str]:
     for token, following in pairwise(tokens):
         is_word = token.text[:1].isalpha() or token.text[:1] in '_`"'
         is_value = token.token_type in (TokenType.STRING, TokenType.NUMBER)

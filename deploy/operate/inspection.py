@@ -10,14 +10,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from deploy.options import FIELD, Field, RunArgument, RunOption, console, say, say_aside
+from deploy.options import FIELD, Field, RunArgument, RunOption, console, echo, echo_error
 from schemas.errors import BadInput
 
 if TYPE_CHECKING:
     from deploy.local.folder import FieldFolder, RunFolder, StackFolder
     from deploy.local.stack import RunningStack
-    from deploy.page import ListedRun
-    from deploy.resolve import Resolved
+    from deploy.resolve import ResolvedConfig
+    from deploy.traces_client import RunEntry
     from streams.rules.runs import RunState
 
 
@@ -32,15 +32,15 @@ def status(run: RunArgument = None, field: Field = FIELD) -> None:
 
     folder = existing_field(field)
     if not is_locked(folder.path):
-        say(f"the field in {field} is not running: `replayground up` starts it, `replayground runs` lists its runs")
+        echo(f"the field in {field} is not running: `replayground up` starts it, `replayground runs` lists its runs")
     else:
-        say(f"field {field}  {load(folder).page_url}")
+        echo(f"field {field}  {load(folder).page_url}")
         _print_parts(attach_field(folder))
     wanted = [_local_run(folder, run)] if run is not None else folder.running()
     for run_folder in wanted:
         _print_run(run_folder)
     if not wanted:
-        say("no run is active here")
+        echo("no run is active here")
 
 
 def runs(field: Field = FIELD) -> None:
@@ -49,10 +49,10 @@ def runs(field: Field = FIELD) -> None:
     Example:  replayground runs
     """
     from deploy.field import open_field
-    from deploy.page import Page
+    from deploy.traces_client import TracesClient
 
-    with open_field(field, say_aside, needs_log=False) as (folder, resolved):
-        listed = Page(resolved.page_url).runs()
+    with open_field(field, echo_error, needs_log=False) as (folder, resolved):
+        listed = TracesClient(resolved.page_url).runs()
     if listed is None:
         raise BadInput("the traces program does not answer: see `replayground logs traces`")
     columns = ("run", "job", "seed", "state", "steps", "pass@1", "started", "by")
@@ -102,14 +102,14 @@ def sql(
     Example:  replayground sql "SELECT run_id, type, count() FROM events GROUP BY ALL ORDER BY 3 DESC"
     """
     from deploy.field import open_field
-    from deploy.page import Page
+    from deploy.traces_client import TracesClient
 
-    with open_field(field, say_aside, needs_log=False) as (_, resolved):
+    with open_field(field, echo_error, needs_log=False) as (_, resolved):
         try:
             run_id = None if run is None else _stored_run(resolved, run)
-            answer = Page(resolved.page_url, run_id).sql(statement)
+            answer = TracesClient(resolved.page_url, run_id).sql(statement)
         except OSError as error:
-            raise traces_silent(error) from error
+            raise traces_unreachable(error) from error
     _print_answer(answer)
 
 
@@ -119,13 +119,13 @@ def report(run: RunArgument = None, field: Field = FIELD) -> None:
     Examples:  replayground report  ·  replayground report 20260713-0915
     """
     from deploy.field import open_field
-    from deploy.session import conclude
+    from deploy.run_lifecycle import conclude
 
-    with open_field(field, say_aside) as (folder, resolved):
+    with open_field(field, echo_error) as (folder, resolved):
         run_id = folder.latest_run().run_id if run is None else _stored_run(resolved, run)
         run_folder = folder.run(run_id)
         conclude(run_folder, resolved.page_url, run_id)
-    say(f"{run_folder.report}\n{run_folder.summary}")
+    echo(f"{run_folder.report}\n{run_folder.summary}")
 
 
 def active_run(states: "Mapping[str, RunState]", beginning: str | None) -> "RunState":
@@ -145,18 +145,18 @@ def active_run(states: "Mapping[str, RunState]", beginning: str | None) -> "RunS
     raise BadInput(f"{len(active)} runs are active, so name one: {', '.join(state.run_id for state in active)}")
 
 
-def is_lost(folder: "FieldFolder", resolved: "Resolved", state: "RunState") -> bool:
+def is_lost(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState") -> bool:
     """True when the programs of an active run are gone: started here last, and its stack is not running; or without a
     heartbeat for long, as the traces program says."""
-    from deploy.page import Page
+    from deploy.traces_client import TracesClient
 
     if _is_gone_here(folder, state.run_id, state.starts):
         return True
-    listed = Page(resolved.page_url).runs() or []
+    listed = TracesClient(resolved.page_url).runs() or []
     return any(run.run_id == state.run_id and run.state == "lost" for run in listed)
 
 
-def traces_silent(error: OSError) -> BadInput:
+def traces_unreachable(error: OSError) -> BadInput:
     return BadInput(f"the traces program does not answer ({error}): see `replayground logs traces`")
 
 
@@ -170,7 +170,7 @@ def _is_gone_here(folder: "FieldFolder", run_id: str, start_number: int) -> bool
     return load(run_folder).start_number == start_number
 
 
-def _state_here(folder: "FieldFolder", run: "ListedRun") -> str:
+def _state_here(folder: "FieldFolder", run: "RunEntry") -> str:
     """What the store says, corrected by what is known here at once: heartbeats take half a minute to be missed."""
     from deploy.local.folder import is_locked
 
@@ -180,11 +180,11 @@ def _state_here(folder: "FieldFolder", run: "ListedRun") -> str:
     return run.state
 
 
-def _stored_run(resolved: "Resolved", beginning: str) -> str:
+def _stored_run(resolved: "ResolvedConfig", beginning: str) -> str:
     """The id of a run in the trace store by its beginning. Raises BadInput."""
-    from deploy.page import Page
+    from deploy.traces_client import TracesClient
 
-    listed = Page(resolved.page_url).runs()
+    listed = TracesClient(resolved.page_url).runs()
     if listed is None:
         raise BadInput("the traces program does not answer: see `replayground logs traces`")
     return _only([run.run_id for run in listed], beginning)
@@ -210,27 +210,27 @@ def _print_parts(stack: "RunningStack") -> None:
         table.add_row(part.name, part.state.lower(), str(part.pid or ""), f"{part.since_seconds} s" if part.pid else "")
     console.print(table)
     if (reason := stack.reason()) is not None:
-        say(reason)
+        echo(reason)
 
 
 def _print_run(folder: "RunFolder") -> None:
     from deploy.live import preparation_line, step_line
     from deploy.local.folder import is_locked
-    from deploy.page import Page
     from deploy.resolve import load
-    from deploy.session import attach_run
+    from deploy.run_lifecycle import attach_run
+    from deploy.traces_client import TracesClient
 
     if not is_locked(folder.path):
-        say(f"\n{folder.run_id} is not running here")
+        echo(f"\n{folder.run_id} is not running here")
         return
-    say(f"\n{folder.run_id}")
+    echo(f"\n{folder.run_id}")
     _print_parts(attach_run(folder))
-    overview = Page(load(folder).page_url, folder.run_id).overview()
+    overview = TracesClient(load(folder).page_url, folder.run_id).overview()
     if overview is not None:
-        say(step_line(overview) if overview.steps else preparation_line(overview))
+        echo(step_line(overview) if overview.steps else preparation_line(overview))
 
 
-def _row_of(run: "ListedRun", state: str) -> tuple[str, ...]:
+def _row_of(run: "RunEntry", state: str) -> tuple[str, ...]:
     from deploy.live import steps_text
 
     started = datetime.fromtimestamp(run.started_at / 1e6).strftime("%Y-%m-%d %H:%M")

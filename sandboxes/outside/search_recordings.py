@@ -15,7 +15,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 
-class Found(msgspec.Struct, frozen=True):
+class SearchResult(msgspec.Struct, frozen=True):
     """One result of a search."""
 
     title: str
@@ -23,7 +23,7 @@ class Found(msgspec.Struct, frozen=True):
     snippet: str
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class SearchQuery(msgspec.Struct, frozen=True, kw_only=True):
     """All that decides an answer. Headers and keys are left out: they are who asks, not what."""
 
     endpoint: str
@@ -35,36 +35,36 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()
 
 
-class Recording(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedSearch(msgspec.Struct, frozen=True, kw_only=True):
     """An answer as it was given."""
 
-    question: Question
+    question: SearchQuery
     recorded_at: str
     """Day and time in UTC, ISO 8601."""
-    results: tuple[Found, ...]
+    results: tuple[SearchResult, ...]
 
 
-class Recordings:
+class SearchRecordings:
     """The recordings in a folder, which is made at the first answer."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
 
-    def find(self, question: Question) -> Recording | None:
+    def find(self, question: SearchQuery) -> RecordedSearch | None:
         path = self._path(question)
         try:
-            recording = msgspec.json.decode(path.read_bytes(), type=Recording)
+            recording = msgspec.json.decode(path.read_bytes(), type=RecordedSearch)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError) as error:
-            logger.warning("the recording %s cannot be read: %s", path, error)
+            logger.warning("recorded_search_unreadable", extra={"file": str(path), "reason": str(error)})
             return None
         if recording.question != question:
-            logger.warning("the recording %s answers another question", path)
+            logger.warning("recorded_search_mismatch", extra={"file": str(path)})
             return None
         return recording
 
-    def keep(self, recording: Recording) -> None:
+    def keep(self, recording: RecordedSearch) -> None:
         """Replaces an older answer. OSError when the disk is full or the folder cannot be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=self.folder, suffix=".part")
@@ -78,5 +78,5 @@ class Recordings:
             os.unlink(temporary)
             raise
 
-    def _path(self, question: Question) -> Path:
+    def _path(self, question: SearchQuery) -> Path:
         return self.folder / f"{question.digest}.json"

@@ -12,7 +12,7 @@ from msgspec import Struct
 from schemas.errors import BadInput, ReplaygroundError
 
 if TYPE_CHECKING:
-    from consumers.reconcile import Compared
+    from consumers.reconcile import PartitionComparison
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -52,14 +52,14 @@ class Overview(Struct, frozen=True, kw_only=True):
         return max(complete, key=lambda evaluation: evaluation.version, default=None)
 
 
-class Finished(Struct, frozen=True, kw_only=True):
+class FinishedRun(Struct, frozen=True, kw_only=True):
     """What is left of a run for people."""
 
     summary: dict[str, Any]
     report: str
 
 
-class ListedRun(Struct, frozen=True, kw_only=True):
+class RunEntry(Struct, frozen=True, kw_only=True):
     """A run as the trace store has it. Times are microseconds since the epoch."""
 
     run_id: str
@@ -76,17 +76,17 @@ class ListedRun(Struct, frozen=True, kw_only=True):
     pass_at_1: float | None = None
 
 
-class Page:
+class TracesClient:
     """The HTTP interface of the traces program, for one run of the field or for all of them."""
 
     def __init__(self, url: str, run_id: str | None = None) -> None:
         self.url = url
         self._run_id = run_id
 
-    def runs(self) -> list[ListedRun] | None:
+    def runs(self) -> list[RunEntry] | None:
         """All runs that the store knows, newest first; None while nobody answers."""
         try:
-            return msgspec.json.decode(self._ask("/api/runs", None, timeout_seconds=30.0), type=list[ListedRun])
+            return msgspec.json.decode(self._ask("/api/runs", None, timeout_seconds=30.0), type=list[RunEntry])
         except OSError as error:
             _close(error)
             return None
@@ -99,20 +99,20 @@ class Page:
             _close(error)
             return None
 
-    def finish(self) -> Finished:
+    def finish(self) -> FinishedRun:
         """The figures and the report of the run, when all of the log is in the store. Raises ReplaygroundError."""
         try:
-            return msgspec.json.decode(self._ask("/api/finish", {}, timeout_seconds=300.0), type=Finished)
+            return msgspec.json.decode(self._ask("/api/finish", {}, timeout_seconds=300.0), type=FinishedRun)
         except OSError as error:  # which an HTTPError is too
             raise ReplaygroundError(f"the report could not be made: {_reason(error)}") from error
 
-    def reconcile(self, repair: bool) -> "list[Compared]":
+    def reconcile(self, repair: bool) -> "list[PartitionComparison]":
         """The trace store against the log, by partition. Raises BadInput, OSError when nobody answers."""
-        from consumers.reconcile import Compared  # brings ClickHouse's client, which no other command needs
+        from consumers.reconcile import PartitionComparison  # brings ClickHouse's client, which no other command needs
 
         try:
             return msgspec.json.decode(
-                self._ask("/api/reconcile", {"repair": repair}, timeout_seconds=1800.0), type=list[Compared]
+                self._ask("/api/reconcile", {"repair": repair}, timeout_seconds=1800.0), type=list[PartitionComparison]
             )
         except urllib.error.HTTPError as error:
             raise BadInput(_reason(error)) from error

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from consumers.clickhouse.guard import checked
 from consumers.clickhouse.migrations import TABLES
+from consumers.clickhouse.sql_guard import check_sql
 from consumers.clickhouse.store import Store
 from schemas.errors import BadInput
 
@@ -98,23 +98,23 @@ def store(chdb_dsn: str) -> Iterator[Store]:
 
 @pytest.mark.parametrize("statement", USEFUL)
 def test_useful_statements_are_answered(statement: str, store: Store) -> None:
-    store.ask_guarded(checked(statement), {"readonly": 1, "max_execution_time": 5})
+    store.ask_guarded(check_sql(statement), {"readonly": 1, "max_execution_time": 5})
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_table_can_be_asked_about(table: str, store: Store) -> None:
-    store.ask_guarded(checked(f"SELECT * FROM {table} LIMIT 1"), {"readonly": 1})
+    store.ask_guarded(check_sql(f"SELECT * FROM {table} LIMIT 1"), {"readonly": 1})
 
 
 @pytest.mark.parametrize("statement", DANGEROUS)
 def test_dangerous_statements_are_refused_in_one_line(statement: str) -> None:
     with pytest.raises(BadInput) as refused:
-        checked(statement)
+        check_sql(statement)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_clickhouse_reads_a_rewritten_text_as_we_do(text: str, store: Store) -> None:
     quoted = text.replace("\\", "\\\\").replace("'", "\\'")
-    statement = checked(f"SELECT '{quoted}' AS a, 'end' AS b")
+    statement = check_sql(f"SELECT '{quoted}' AS a, 'end' AS b")
     assert store.ask_guarded(statement, {}).rows == [(text, "end")]

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from consumers.clickhouse.store import Answer, Store
+from consumers.clickhouse.store import QueryResult, Store
 
 
 @dataclass(frozen=True)
-class Question:
+class CachedQuery:
     """A query, the kinds of events that it rests on, and how old its answer may be although there are new ones."""
 
     sql: str
@@ -28,15 +28,15 @@ _KEPT_MAX = 1000
 "answers; some ten for every run that is looked at"
 
 
-class Answers:
+class QueryCache:
     """The newest answers, for each run its own. Safe to share between threads."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._kept: OrderedDict[tuple[str, str | None], tuple[float, int, Answer]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str | None], tuple[float, int, QueryResult]] = OrderedDict()
         self._turn = threading.Lock()
 
-    def ask(self, question: Question, parameters: Mapping[str, Any]) -> Answer:
+    def ask(self, question: CachedQuery, parameters: Mapping[str, Any]) -> QueryResult:
         """The answer, perhaps of a moment ago. Parameters other than `run` do not make it anew."""
         run_id: str | None = parameters.get("run")
         with self._turn:

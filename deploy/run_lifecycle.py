@@ -25,17 +25,17 @@ from deploy.local.folder import (
     FieldFolder,
     RunFolder,
     create_run_folder,
-    locked,
+    hold_lock,
     point_latest_at,
     require_disk,
     write_whole,
 )
-from deploy.local.stack import STOPPING_FILE, Plan, RunningStack, StackFailed, start
-from deploy.local.supervisor import ProgramState, Supervised
-from deploy.page import Overview, Page
+from deploy.local.stack import STOPPING_FILE, RunningStack, StackFailed, StackPlan, start
+from deploy.local.supervisor import ProgramState, SupervisedProgram
 from deploy.programs import PROGRAMS_OF_RUN
-from deploy.resolve import Asked, Resolved, config_for_log, load, resolve_run, save
-from deploy.runs import end_of, end_positions, list_runs, started, write_end, write_resume, write_start
+from deploy.resolve import RequestedConfig, ResolvedConfig, config_for_log, load, resolve_run, save
+from deploy.runs import end_of, end_positions, list_runs, started_event, write_end, write_resume, write_start
+from deploy.traces_client import Overview, TracesClient
 from schemas.blobs import open_blobs
 from schemas.errors import BadInput, LogUnavailable, ReplaygroundError
 from schemas.events import RunEnded
@@ -53,19 +53,24 @@ class StartedRun:
     """A start of a run whose programs are up."""
 
     folder: RunFolder
-    resolved: Resolved
+    resolved: ResolvedConfig
     stack: RunningStack
 
 
 @contextmanager
-def log_of(field: Resolved, worker: str = "operator") -> Iterator[KafkaLog]:
+def log_of(field: ResolvedConfig, worker: str = "operator") -> Iterator[KafkaLog]:
     """The log of a field, for an operator."""
     with closing(open_log(field.run_of(worker))) as log:
         yield log
 
 
 def start_run(
-    field_folder: FieldFolder, field: Resolved, asked: Asked, progress: ShowProgress, foreground: bool, say: Say
+    field_folder: FieldFolder,
+    field: ResolvedConfig,
+    asked: RequestedConfig,
+    progress: ShowProgress,
+    foreground: bool,
+    echo: Say,
 ) -> StartedRun:
     """Starts a new run. Leaves nothing running when it raises BadInput, StackFailed or LogUnavailable."""
     require_disk(field_folder.path, field.config.local.disk_free_bytes_min)
@@ -74,7 +79,7 @@ def start_run(
         resolve_run(folder, field, asked, (), 0)  # a busy port is told before anything is on the log
         config = config_for_log(asked)
         files = sources.store_files(open_blobs(field.run_of("operator")), msgspec.json.decode(config))
-        event = started(
+        event = started_event(
             run_id=folder.run_id,
             kind="practise",
             config=config,
@@ -85,38 +90,38 @@ def start_run(
             positions=end_positions(log),
         )
         create_run_folder(folder)
-        with _locked(folder) as lock:
+        with _hold_lock(folder) as lock:
             state = write_start(log, event)
-            say(f"starting {state.run_id}")
+            echo(f"starting {state.run_id}")
             return _start_programs(folder, field, asked, state, log, lock, progress, foreground)
 
 
 def resume_run(
     field_folder: FieldFolder,
-    field: Resolved,
+    field: ResolvedConfig,
     state: RunState,
     progress: ShowProgress,
     foreground: bool,
-    say: Say,
+    echo: Say,
 ) -> StartedRun:
     """Goes on with a run from what is on the log. Leaves nothing running when it raises."""
     require_disk(field_folder.path, field.config.local.disk_free_bytes_min)
     folder = field_folder.run(state.run_id)
     create_run_folder(folder)
-    with _locked(folder) as lock, log_of(field) as log:
-        asked, told = _asked_on_log(folder, field, state)
+    with _hold_lock(folder) as lock, log_of(field) as log:
+        asked, told = _requested_on_log(folder, field, state)
         for line in told:
-            say(line)
+            echo(line)
         resolve_run(folder, field, asked, (), 0)
         state = write_resume(log, state.run_id, sources.code_version(), sources.package_versions())
-        say(f"going on with {state.run_id}, for the {_ordinal(state.starts)} time")
+        echo(f"going on with {state.run_id}, for the {_ordinal(state.starts)} time")
         return _start_programs(folder, field, asked, state, log, lock, progress, foreground)
 
 
 def _start_programs(
     folder: RunFolder,
-    field: Resolved,
-    asked: Asked,
+    field: ResolvedConfig,
+    asked: RequestedConfig,
     state: RunState,
     log: KafkaLog,
     lock: int,
@@ -139,29 +144,29 @@ def _start_programs(
         raise
 
 
-def resolved_run(field_folder: FieldFolder, field: Resolved, state: RunState) -> Resolved:
+def resolved_run(field_folder: FieldFolder, field: ResolvedConfig, state: RunState) -> ResolvedConfig:
     """A run as its programs are told it, also when they run elsewhere: its files come from the log then."""
     folder = field_folder.run(state.run_id)
     if folder.file.exists() and load(folder).start_number == state.starts:
         return load(folder)
-    asked, _ = _asked_on_log(folder, field, state)
+    asked, _ = _requested_on_log(folder, field, state)
     return resolve_run(folder, field, asked, state.positions, state.starts)
 
 
-def _asked_on_log(folder: RunFolder, field: Resolved, state: RunState) -> tuple[Asked, list[str]]:
+def _requested_on_log(folder: RunFolder, field: ResolvedConfig, state: RunState) -> tuple[RequestedConfig, list[str]]:
     """What was asked for when the run started, with its files on this machine; and where they came from."""
     raw = msgspec.json.decode(state.config, type=dict[str, object])
     restored = sources.restore_files(open_blobs(field.run_of("operator")), raw, state.files, folder.job)
-    return Asked(source=f"run {state.run_id}", raw=restored.raw, seed=state.seed), restored.told
+    return RequestedConfig(source=f"run {state.run_id}", raw=restored.raw, seed=state.seed), restored.told
 
 
-def plan_of_run(folder: RunFolder, resolved: Resolved, disk_free_bytes_min: int) -> Plan:
+def plan_of_run(folder: RunFolder, resolved: ResolvedConfig, disk_free_bytes_min: int) -> StackPlan:
     """The stack of a run."""
     command = [sys.executable, "-m", "deploy.cli", MONITOR]
-    return Plan(
+    return StackPlan(
         folder=folder,
         members=[member_of(p, resolved) for p in PROGRAMS_OF_RUN if p.name in resolved.config.harness.programs],
-        attendant=Supervised(MONITOR, command, settled_seconds=1, stop_seconds_max=_MONITOR_STOP_SECONDS_MAX),
+        attendant=SupervisedProgram(MONITOR, command, settled_seconds=1, stop_seconds_max=_MONITOR_STOP_SECONDS_MAX),
         disk_free_bytes_min=disk_free_bytes_min,
         environment=ENVIRONMENT,
     )
@@ -198,7 +203,7 @@ class RestartCount:
 
 def follow(run: StartedRun, view: View) -> None:
     """Shows the run until its stack has ended, for whatever reason."""
-    page = Page(run.resolved.page_url, run.resolved.run_id)
+    page = TracesClient(run.resolved.page_url, run.resolved.run_id)
     counted = RestartCount()
     overview = Overview(steps_target=run.resolved.config.job.steps)
     while run.stack.is_alive():
@@ -209,27 +214,27 @@ def follow(run: StartedRun, view: View) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def end_of_start(field: Resolved, run: StartedRun) -> RunEnded | None:
+def end_of_start(field: ResolvedConfig, run: StartedRun) -> RunEnded | None:
     """How the start ended, as the log says it; None when its programs are gone without a word."""
     with log_of(field) as log:
         return end_of(log, run.resolved.run_id, run.resolved.start_number)
 
 
-def stop_run(folder: RunFolder, detail: str, say: Say, stack: RunningStack | None = None) -> None:
+def stop_run(folder: RunFolder, detail: str, echo: Say, stack: RunningStack | None = None) -> None:
     """Drains and stops the programs of a run, and puts its end on the log."""
     resolved = load(folder)
     write_whole(folder.path / STOPPING_FILE, f"{detail}\n")
-    (stack or attach_run(folder)).stop(say)
+    (stack or attach_run(folder)).stop(echo)
     try:
         with log_of(resolved) as log:
             write_end(log, resolved.run_id, resolved.start_number, "stopped", detail)
     except LogUnavailable as error:
-        say(f"its end is not on the log ({error}): it counts as lost, and can be resumed")
+        echo(f"its end is not on the log ({error}): it counts as lost, and can be resumed")
 
 
 def conclude(folder: RunFolder, page_url: str, run_id: str) -> dict[str, object]:
     """Writes report.html and summary.json of a run, live or past; returns the latter. Raises ReplaygroundError."""
-    finished = Page(page_url, run_id).finish()
+    finished = TracesClient(page_url, run_id).finish()
     folder.path.mkdir(parents=True, exist_ok=True)
     write_whole(folder.report, finished.report)
     write_whole(folder.summary, msgspec.json.format(msgspec.json.encode(finished.summary)).decode() + "\n")
@@ -271,13 +276,13 @@ _CLOSING_FIGURES = (
 
 
 @contextmanager
-def _locked(folder: RunFolder) -> Iterator[int]:
+def _hold_lock(folder: RunFolder) -> Iterator[int]:
     running = f"{folder.run_id} is running already: `replayground status {folder.run_id}` shows it, `stop` stops it"
-    with locked(folder.path, running) as lock:
+    with hold_lock(folder.path, running) as lock:
         yield lock
 
 
-def _new_id(asked: Asked, taken: set[str]) -> str:
+def _new_id(asked: RequestedConfig, taken: set[str]) -> str:
     """Begins with the time, so that ids sort by it."""
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(asked.source).stem}-seed{asked.seed}"
     number = 1

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import msgspec
 
 from producers.agent import Agent
-from producers.attempt import Attempt
+from producers.attempt import AttemptWriter
 from producers.chat import Chat, Extension, Message, Tools
-from producers.formats import Answer, Call, Idle, Malformed, Said, ToolFormat, format_named
-from producers.policy import Moment, Policy, Turn
+from producers.formats import FinalAnswer, Idle, Malformed, ParsedTurn, ToolCall, ToolFormat, format_named
+from producers.policy import Policy, Turn, TurnRequest
 from sandboxes.tools.schema import complaint
 from sandboxes.tools.tool import Tool
 from sandboxes.workbench import Observation, Workbench
@@ -27,7 +27,7 @@ type KeepBlob = Callable[[bytes], Awaitable[str]]
 "Stores bytes that a tool produced, off the event loop, and returns their uri."
 
 
-class Ended(Exception):
+class AgentStopped(Exception):
     """An agent cannot go on. Of the agent that has the task, this is the end of the rollout."""
 
     def __init__(self, ended_by: EndedBy, reason: str) -> None:
@@ -37,7 +37,7 @@ class Ended(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class AgentMessage:
     """What one agent tells another."""
 
     kind: str
@@ -51,7 +51,7 @@ class Word:
 class Rollout:
     """What all agents of one rollout share, and what they have come to together."""
 
-    attempt: Attempt
+    attempt: AttemptWriter
     chat: Chat
     bench: Workbench
     keep_blob: KeepBlob
@@ -64,7 +64,7 @@ class Rollout:
 
 
 @dataclass(slots=True)
-class Seat:
+class Participant:
     """An agent's place in a rollout."""
 
     rollout: Rollout
@@ -73,7 +73,7 @@ class Seat:
     system_prompt: str
     tools: dict[str, Tool]
     "all it may call, its errands among them"
-    errands: dict[str, Tool]
+    peer_tools: dict[str, Tool]
     "calls that are not for the sandbox: to ask or to hand off to others"
     context: int = -1
     tokens: list[int] = field(default_factory=list)
@@ -103,11 +103,11 @@ class Seat:
     def open(self, prompt: str) -> list[int]:
         """Begins its first context with this; returns the ids. Raises BadInput when the chat format cannot say it."""
         self.messages = [Message("system", self.system_prompt), Message("user", prompt)]
-        self._begin_context(self.rollout.chat.opened(self.messages, self._listed_tools))
+        self._begin_context(self.rollout.chat.open_context(self.messages, self._listed_tools))
         return self.tokens
 
-    def hear(self, word: Word, text: str, role: Literal["user", "tool"] = "user") -> None:
-        """Reads what another agent tells it, as `text`. Raises Ended when it has no room for that."""
+    def receive(self, agent_message: AgentMessage, text: str, role: Literal["user", "tool"] = "user") -> None:
+        """Reads what another agent tells it, as `text`. Raises AgentStopped when it has no room for that."""
         is_first = not self.is_open
         if is_first:
             extension = Extension(self.open(text), "an agent was spoken to for the first time")
@@ -117,62 +117,64 @@ class Seat:
         if role == "tool" and fits:
             self._remember(text)
         is_read = fits or is_first  # a first context is begun whether or not there is room for a turn
-        meta = self.rollout.attempt.meta("message", word.sender, self.agent.name, caller=word.caller)
+        meta = self.rollout.attempt.meta("message", agent_message.sender, self.agent.name, caller=agent_message.caller)
         self.rollout.attempt.emit(
             AgentMessaged(
                 meta=meta,
-                kind=word.kind,
-                content=word.content,
+                kind=agent_message.kind,
+                content=agent_message.content,
                 tokens=pack_tokens(extension.tokens) if is_read else b"",
                 context=self.context,
                 context_because=extension.restarts_because if is_read else None,
             )
         )
         if not fits:
-            raise Ended(
+            raise AgentStopped(
                 "token_limit", f"a message to {self.agent.name} does not fit into {self.sampling.tokens_max} tokens"
             )
 
-    async def converse(self) -> Answer | Call:
-        """Turns and tools until it answers or has an errand to another agent. Raises Ended, PolicyFailed, SandboxFailed."""
+    async def run_until_reply(self) -> FinalAnswer | ToolCall:
+        """Samples turns and calls tools until the agent answers or calls another agent.
+
+        Raises AgentStopped, PolicyFailed, SandboxFailed."""
         while True:
             text, said = await self._turn()
             match said:
-                case Answer():
+                case FinalAnswer():
                     return said
                 case Idle() if self.agent.plain_answers:
-                    return Answer(text.strip())
+                    return FinalAnswer(text.strip())
                 case Idle():
-                    raise Ended("agent_error", "neither a call nor an answer")
+                    raise AgentStopped("agent_error", "neither a call nor an answer")
                 case Malformed(reason):
-                    await self._observe("", _told(f"error: {reason}{self._right_form()}"))
-                case Call() if said.tool in self.errands:
-                    wrong = complaint(said.tool, self.errands[said.tool].parameters, said.arguments)
+                    await self._observe("", _agent_error(f"error: {reason}{self._right_form()}"))
+                case ToolCall() if said.tool in self.peer_tools:
+                    wrong = complaint(said.tool, self.peer_tools[said.tool].parameters, said.arguments)
                     if wrong is None:
                         return said
-                    await self._observe("", _told(f"error: {wrong}"))
-                case Call():
+                    await self._observe("", _agent_error(f"error: {wrong}"))
+                case ToolCall():
                     await self._use_tool(said)
 
-    async def _turn(self) -> tuple[str, Said]:
+    async def _turn(self) -> tuple[str, ParsedTurn]:
         sampling, required = self.sampling, self.rollout.attempt.request.required_version
         room = sampling.tokens_max - len(self.tokens)
         if self.turns_sampled >= sampling.turns_max:
-            raise Ended("turn_limit", f"no answer in {sampling.turns_max} turns")
+            raise AgentStopped("turn_limit", f"no answer in {sampling.turns_max} turns")
         if room <= 0:
-            raise Ended("token_limit", f"no answer in {sampling.tokens_max} tokens")
-        text, turn = await self._speak(min(room, sampling.max_tokens_per_turn))
+            raise AgentStopped("token_limit", f"no answer in {sampling.tokens_max} tokens")
+        text, turn = await self._sample_turn(min(room, sampling.max_tokens_per_turn))
         wrong = [span.version for span in turn.versions if span.version != required]
         if required is not None and wrong:
-            raise Ended("infra_error", f"sampled by version {wrong[0]} where {required} was asked for")
+            raise AgentStopped("infra_error", f"sampled by version {wrong[0]} where {required} was asked for")
         return text, self._format.parse(text, self._parameters)
 
-    async def _speak(self, tokens_max: int) -> tuple[str, Turn]:
+    async def _sample_turn(self, tokens_max: int) -> tuple[str, Turn]:
         rollout, sampling = self.rollout, self.sampling
         request = rollout.attempt.request
         began = time.monotonic()
         turn = await self.policy.next_turn(
-            Moment(
+            TurnRequest(
                 task=self._own_task(request.task),
                 seed=request.seed,
                 tokens=self.tokens,
@@ -208,7 +210,7 @@ class Seat:
         )
         return text, turn
 
-    async def _use_tool(self, call: Call) -> None:
+    async def _use_tool(self, call: ToolCall) -> None:
         attempt, name = self.rollout.attempt, self.agent.name
         attempt.emit(
             ToolCalled(
@@ -221,7 +223,7 @@ class Seat:
         )
         if call.tool in self.rollout.bench.tools and call.tool not in self.tools:
             refusal = f"error: there is no tool {call.tool!r}; the tools are {', '.join(self.tools)}"
-            await self._observe(call.tool, _told(refusal))
+            await self._observe(call.tool, _agent_error(refusal))
             return
         async with self.rollout.bench_lock:
             observation = await self.rollout.bench.call(call.tool, call.arguments)
@@ -251,13 +253,13 @@ class Seat:
             )
         )
         if not fits:
-            raise Ended("token_limit", f"the observation does not fit into {self.sampling.tokens_max} tokens")
+            raise AgentStopped("token_limit", f"the observation does not fit into {self.sampling.tokens_max} tokens")
         self._remember(observation.content)
 
     def _read(self, message: Message) -> tuple[Extension, bool]:
         """Extends the context by a message, or begins a new one. What does not fit changes nothing."""
         messages = [*self.messages, message]
-        extension = self.rollout.chat.extended(messages, self._was_closed, self._listed_tools)
+        extension = self.rollout.chat.extend_context(messages, self._was_closed, self._listed_tools)
         kept = 0 if extension.restarts_because else len(self.tokens)
         if kept + len(extension.tokens) >= self.sampling.tokens_max:
             return extension, False
@@ -288,6 +290,6 @@ class Seat:
         return f"; a call is written {self._format.right_form}" if self.agent.shows_right_form else ""
 
 
-def _told(content: str) -> Observation:
+def _agent_error(content: str) -> Observation:
     """An error of the agent that reached no tool."""
     return Observation(content, True, "agent", None, 0.0)
