@@ -39,6 +39,8 @@ STATE_VERSION = "targets-1"
 "of Targets: a snapshot of another version is not read"
 _SNAPSHOT_EVENTS = 1000
 "a snapshot is taken after so many events: a restart reads no more of them"
+_POLL_SECONDS = 0.5
+_CATCH_UP_POLL_SECONDS = 0.05
 UNVERIFIED = "unverified"
 "label of a server whose weights are being changed; no version's label"
 
@@ -206,12 +208,15 @@ def follow(
     following = TargetReader(log, run, settings.skipped_versions_max + 2)
     try:
         while not stop.is_set():
-            reporter.program_metrics.count("events_read", following.read())
+            is_started = not sync_threads or sync_threads[0].ident is not None
+            # nothing may ever arrive: before the start that must not hold the servers up
+            seconds = _POLL_SECONDS if is_started else _CATCH_UP_POLL_SECONDS
+            reporter.program_metrics.count("events_read", following.read(seconds))
             if following.targets is not latest_targets.get():
                 latest_targets.put(following.targets)
             if following.unsaved >= _SNAPSHOT_EVENTS:
                 reporter.append(following.snapshot())
-            if sync_threads and sync_threads[0].ident is None and following.is_caught_up():
+            if not is_started and following.is_caught_up():
                 for sync_thread in sync_threads:
                     sync_thread.start()
             ended = [
@@ -240,7 +245,7 @@ class TargetReader:
         self._positions = {(position.topic, position.partition): position for position in start}
         self._reader = log.reader(["weights", "control", "serving"], start=start)
 
-    def read(self, timeout_seconds: float = 0.5) -> int:
+    def read(self, timeout_seconds: float = _POLL_SECONDS) -> int:
         """Takes what has arrived; returns how much."""
         deliveries = self._reader.poll(1000, timeout_seconds)
         for delivery in deliveries:
