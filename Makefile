@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup run up down status test check bench escapes torture lock clean distclean
 
-PACKAGES := schemas producers sandboxes streams trainer consumers deploy tests
+PACKAGES := replayground schemas producers sandboxes streams trainer consumers deploy tests
 BIN := .venv/bin
 
 help: ## list the targets

@@ -129,7 +129,7 @@ def stop(run: RunArgument = None, field: Field = FIELD) -> None:
     Examples:  replayground stop  ·  replayground stop 20260713-0915
     """
     from deploy.field import running_field
-    from deploy.operate.inspection import active_run
+    from deploy.operate.requests import active_run
     from deploy.run_lifecycle import log_of, stop_run
     from deploy.runs import list_runs, user_name, write_end
 

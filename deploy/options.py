@@ -10,9 +10,10 @@ from rich.console import Console
 console = Console()
 
 FIELD = Path("field")
+FIELD_VARIABLE = "REPLAYGROUND_FIELD"
 Field = Annotated[
     Path,
-    typer.Option("--field", envvar="REPLAYGROUND_FIELD", help="Folder of the field: its log, blobs, traces and runs."),
+    typer.Option("--field", envvar=FIELD_VARIABLE, help="Folder of the field: its log, blobs, traces and runs."),
 ]
 RunOption = Annotated[str | None, typer.Option("--run", help="A run of the field; the beginning of its id is enough.")]
 RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Id of a run; its beginning is enough.")]

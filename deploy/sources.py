@@ -21,7 +21,7 @@ from schemas.events import RunFile
 
 ROOT = Path(__file__).resolve().parents[1]
 "where our packages lie"
-OWN_PACKAGES = ("consumers", "deploy", "producers", "sandboxes", "schemas", "streams", "trainer")
+OWN_PACKAGES = ("consumers", "deploy", "producers", "replayground", "sandboxes", "schemas", "streams", "trainer")
 PACKAGES = (
     *("torch", "vllm", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "fastavro"),
     *("confluent-kafka", "faust-streaming", "chdb", "obstore"),

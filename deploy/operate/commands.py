@@ -3,8 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -12,7 +11,6 @@ import typer
 from rich.live import Live
 from rich.table import Column, Table
 
-from deploy.operate.inspection import active_run, traces_unreachable
 from deploy.options import FIELD, Field, RunOption, console, echo, echo_error
 from schemas.errors import BadInput
 
@@ -47,20 +45,18 @@ def tail(
 
     Examples:  replayground tail  ·  replayground tail messages --trajectory 3f2a  ·  replayground tail --type StepTaken --json
     """
+    from deploy.operate.requests import read_log
     from deploy.operate.tail import EventFilter, as_json, line, topics_of
-    from deploy.operate.tail import tail as read_along
 
     wanted = EventFilter(None, task, trajectory, frozenset(kind or ()))
     names = topics_of(topics or [])
     width = console.width if sys.stdout.isatty() else 10_000
-    with _log_of(field) as log:
-        if run is not None:
-            wanted = replace(wanted, run=_id_of(log, run))
-        try:
-            for delivery in read_along(log, names, wanted, None if from_beginning else lines, lambda: follow):
-                print(as_json(delivery) if json else line(delivery, width), flush=True)
-        except KeyboardInterrupt:
-            return  # that is how one stops reading
+    messages = None if from_beginning else lines
+    try:
+        for delivery in read_log(field, names, wanted, run, messages, lambda: follow, echo_error):
+            print(as_json(delivery) if json else line(delivery, width), flush=True)
+    except KeyboardInterrupt:
+        return  # that is how one stops reading
 
 
 def acls(
@@ -104,6 +100,7 @@ def lag(
     Examples:  replayground lag  ·  replayground lag --run 20260713-0915 --watch
     """
     from deploy.operate.lag import lags
+    from deploy.operate.requests import active_run
     from deploy.runs import list_runs
     from schemas.run import FIELD as THE_FIELD
 
@@ -145,6 +142,7 @@ def reconcile(
     Examples:  replayground reconcile  ·  replayground reconcile --repair  ·  replayground reconcile --run 20260713-0915
     """
     from deploy.field import open_field
+    from deploy.operate.requests import traces_unreachable
     from deploy.run_lifecycle import log_of
     from deploy.traces_client import TracesClient
 
@@ -289,6 +287,7 @@ def steer(
     Examples:  replayground steer pause  ·  replayground steer cancel --session eval-v0021-sampled --reason "wrong split"
     """
     from deploy.field import running_field
+    from deploy.operate.requests import active_run
     from deploy.operate.steer import control_event
     from deploy.run_lifecycle import log_of
     from deploy.runs import list_runs
@@ -310,18 +309,12 @@ def submit(
 
     Examples:  replayground submit tasks.jsonl  ·  my-generator | replayground submit - --run 20260713-0915
     """
-    from deploy.field import running_field
-    from deploy.run_lifecycle import log_of, resolved_run
-    from deploy.runs import list_runs
-    from producers.submission import submit as submit_lines
+    from deploy.operate.requests import submit_lines
 
-    folder, on = running_field(field)
-    with log_of(on) as log, _lines_of(file) as lines:
-        told = resolved_run(folder, on, active_run(list_runs(log), run))
-        sampling = told.config.feeder.sampling
-        submitted = submit_lines(lines, told.run_of("operator"), log, sampling=sampling, source=file)
+    with _lines_of(file) as lines:
+        run_id, submitted = submit_lines(field, lines, run, file)
     repeated = f", {submitted.repeated:,} it had already" if submitted.repeated else ""
-    echo(f"{submitted.submitted:,} tasks submitted to {told.run_id}{repeated}")
+    echo(f"{submitted.submitted:,} tasks submitted to {run_id}{repeated}")
 
 
 @contextmanager
@@ -338,20 +331,16 @@ def _lines_of(file: str) -> "Iterator[IO[bytes]]":
         ) from error
 
 
-@contextmanager
-def _log_of(field: Path) -> "Iterator[KafkaLog]":
-    """The log of the field, which is started for the time of the command if it is not running."""
-    from deploy.field import open_field
-    from deploy.run_lifecycle import log_of
+def _log_of(field: Path) -> "AbstractContextManager[KafkaLog]":
+    from deploy.operate.requests import operator_log
 
-    with open_field(field, echo_error) as (_, resolved), log_of(resolved) as log:
-        yield log
+    return operator_log(field, echo_error)
 
 
 def _id_of(log: "KafkaLog", beginning: str) -> str:
-    from deploy.runs import find_run, list_runs
+    from deploy.operate.requests import run_on_log
 
-    return find_run(list_runs(log).values(), beginning).run_id
+    return run_on_log(log, beginning)
 
 
 def _table_of_lags(rows: "list[Row]") -> Table:

@@ -1,7 +1,6 @@
 """The commands that show the field and its runs: status, runs, logs, sql, report."""
 
 import subprocess
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,16 +47,10 @@ def runs(field: Field = FIELD) -> None:
 
     Example:  replayground runs
     """
-    from deploy.field import open_field
-    from deploy.traces_client import TracesClient
+    from deploy.operate.requests import listed_runs
 
-    with open_field(field, echo_error, needs_log=False) as (folder, resolved):
-        listed = TracesClient(resolved.page_url).runs()
-    if listed is None:
-        raise BadInput("the traces program does not answer: see `replayground logs traces`")
     columns = ("run", "job", "seed", "state", "steps", "pass@1", "started", "by")
-    rows = [_row_of(run, _state_here(folder, run)) for run in listed]
-    _print_table(columns, rows)
+    _print_table(columns, [_row_of(run) for run in listed_runs(field, echo_error)])
 
 
 def logs(
@@ -101,16 +94,9 @@ def sql(
 
     Example:  replayground sql "SELECT run_id, type, count() FROM events GROUP BY ALL ORDER BY 3 DESC"
     """
-    from deploy.field import open_field
-    from deploy.traces_client import TracesClient
+    from deploy.operate.requests import select
 
-    with open_field(field, echo_error, needs_log=False) as (_, resolved):
-        try:
-            run_id = None if run is None else _stored_run(resolved, run)
-            answer = TracesClient(resolved.page_url, run_id).sql(statement)
-        except OSError as error:
-            raise traces_unreachable(error) from error
-    _print_answer(answer)
+    _print_answer(select(field, statement, run, echo_error))
 
 
 def report(run: RunArgument = None, field: Field = FIELD) -> None:
@@ -119,30 +105,14 @@ def report(run: RunArgument = None, field: Field = FIELD) -> None:
     Examples:  replayground report  ·  replayground report 20260713-0915
     """
     from deploy.field import open_field
+    from deploy.operate.requests import stored_run
     from deploy.run_lifecycle import conclude
 
     with open_field(field, echo_error) as (folder, resolved):
-        run_id = folder.latest_run().run_id if run is None else _stored_run(resolved, run)
+        run_id = folder.latest_run().run_id if run is None else stored_run(resolved, run)
         run_folder = folder.run(run_id)
         conclude(run_folder, resolved.page_url, run_id)
     echo(f"{run_folder.report}\n{run_folder.summary}")
-
-
-def active_run(states: "Mapping[str, RunState]", beginning: str | None) -> "RunState":
-    """The run that is meant: by the beginning of its id, else the only active one. Raises BadInput."""
-    from deploy.runs import find_run
-
-    if beginning is not None:
-        state = find_run(states.values(), beginning)
-        if not state.is_active:
-            raise BadInput(f"{state.run_id} is not active: it is {state.reason}")
-        return state
-    active = [state for state in states.values() if state.is_active]
-    if len(active) == 1:
-        return active[0]
-    if not active:
-        raise BadInput("no run is active: `replayground run` starts one, `replayground runs` lists them")
-    raise BadInput(f"{len(active)} runs are active, so name one: {', '.join(state.run_id for state in active)}")
 
 
 def is_lost(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState") -> bool:
@@ -156,10 +126,6 @@ def is_lost(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState"
     return any(run.run_id == state.run_id and run.state == "lost" for run in listed)
 
 
-def traces_unreachable(error: OSError) -> BadInput:
-    return BadInput(f"the traces program does not answer ({error}): see `replayground logs traces`")
-
-
 def _is_gone_here(folder: "FieldFolder", run_id: str, start_number: int) -> bool:
     from deploy.local.folder import is_locked
     from deploy.resolve import load
@@ -168,26 +134,6 @@ def _is_gone_here(folder: "FieldFolder", run_id: str, start_number: int) -> bool
     if not run_folder.file.exists() or is_locked(run_folder.path):
         return False
     return load(run_folder).start_number == start_number
-
-
-def _state_here(folder: "FieldFolder", run: "RunEntry") -> str:
-    """What the store says, corrected by what is known here at once: heartbeats take half a minute to be missed."""
-    from deploy.local.folder import is_locked
-
-    run_folder = folder.run(run.run_id)
-    if run.state == "running" and run_folder.file.exists() and not is_locked(run_folder.path):
-        return "lost"
-    return run.state
-
-
-def _stored_run(resolved: "ResolvedConfig", beginning: str) -> str:
-    """The id of a run in the trace store by its beginning. Raises BadInput."""
-    from deploy.traces_client import TracesClient
-
-    listed = TracesClient(resolved.page_url).runs()
-    if listed is None:
-        raise BadInput("the traces program does not answer: see `replayground logs traces`")
-    return _only([run.run_id for run in listed], beginning)
 
 
 def _local_run(folder: "FieldFolder", beginning: str) -> "RunFolder":
@@ -230,14 +176,14 @@ def _print_run(folder: "RunFolder") -> None:
         echo(step_line(overview) if overview.steps else preparation_line(overview))
 
 
-def _row_of(run: "RunEntry", state: str) -> tuple[str, ...]:
+def _row_of(run: "RunEntry") -> tuple[str, ...]:
     from deploy.live import steps_text
 
     started = datetime.fromtimestamp(run.started_at / 1e6).strftime("%Y-%m-%d %H:%M")
     pass_at_1 = "" if run.pass_at_1 is None else f"{run.pass_at_1:.3f}"
     steps = steps_text(run.steps, run.steps_target)
     job = "/".join(Path(run.job).parts[-2:])
-    return run.run_id, job, str(run.seed), state, steps, pass_at_1, started, run.started_by
+    return run.run_id, job, str(run.seed), run.state, steps, pass_at_1, started, run.started_by
 
 
 def _print_answer(answer: dict[str, Any]) -> None:

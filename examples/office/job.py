@@ -8,25 +8,20 @@ import random
 from collections.abc import Iterator
 from itertools import count
 
-from schemas.events import Task, TrajectoryAssembled
-from schemas.job import Score
+from replayground import Score, Task, TrajectoryAssembled, scorer
 
 SYSTEM_PROMPT = "You lead."
 
 
-class Digits:
+@scorer
+def digits(trajectory: TrajectoryAssembled) -> Score:
     """The share of digits that are right, each in its place: something to learn from before an answer is all right."""
-
-    name = "digits"
-    version = "1"
-
-    def score(self, trajectory: TrajectoryAssembled) -> Score:
-        answer, reference = (trajectory.answer or "").strip(), trajectory.task.reference or ""
-        right = sum(a == b for a, b in zip(answer, reference, strict=False))
-        return Score(score=right / max(len(answer), len(reference)), evidence=f"{answer} for {reference}")
+    answer, reference = (trajectory.answer or "").strip(), trajectory.task.reference or ""
+    right = sum(a == b for a, b in zip(answer, reference, strict=False))
+    return Score(score=right / max(len(answer), len(reference)), evidence=f"{answer} for {reference}")
 
 
-SCORERS = (Digits(),)
+SCORERS = (digits,)
 
 
 def tasks(split: str, seed: int, start: int = 0) -> Iterator[Task]:

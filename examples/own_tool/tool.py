@@ -7,11 +7,7 @@ import asyncio
 import json
 from typing import Literal
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.pool import Pool
-from sandboxes.tools.tool import ToolError, tool
-from sandboxes.workbench import Workbench
-from sandboxes.worlds.world import WORLD_TOOLS
+from replayground import Sandbox, ToolError, tool
 
 METRES = {"mm": 0.001, "cm": 0.01, "m": 1.0, "km": 1000.0, "inch": 0.0254, "foot": 0.3048, "mile": 1609.344}
 
@@ -42,13 +38,9 @@ def metres(unit: str) -> float:
 
 async def main() -> None:
     print(json.dumps(convert_length.specification(), indent=2))
-    tools = {convert_length.name: convert_length}
-    async with (
-        Pool(BubblewrapBackend(tools | WORLD_TOOLS), size=1) as pool,
-        Workbench(pool, tools, seed=0, owner="example") as bench,
-    ):
+    async with Sandbox(convert_length) as sandbox:
         for unit in ("mile", "miel"):
-            print((await bench.call("convert_length", {"amount": 26.2, "unit": unit, "into": "km"})).content)
+            print((await sandbox.call("convert_length", amount=26.2, unit=unit, into="km")).content)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A job of one's own: multiplication with a tool of one's own, judged by a scorer of one's own.
 
-replayground run --config examples/times_tables/job.toml
+replayground run examples/times_tables/job.toml
 """
 
 import json
@@ -9,9 +9,7 @@ import re
 from collections.abc import Iterator
 from itertools import count
 
-from sandboxes.tools.tool import ToolError, tool
-from schemas.events import Task, TrajectoryAssembled
-from schemas.job import Score
+from replayground import Score, Task, ToolError, TrajectoryAssembled, scorer, tool
 
 
 @tool
@@ -22,21 +20,17 @@ def multiply(a: int, b: int) -> str:
     return str(a * b)
 
 
-class Digits:
+@scorer
+def digits(trajectory: TrajectoryAssembled) -> Score:
     """The share of digits that are right, each in its place: something to learn from before an answer is all right."""
-
-    name = "digits"
-    version = "1"
-
-    def score(self, trajectory: TrajectoryAssembled) -> Score:
-        answer, reference = (trajectory.answer or "").strip(), trajectory.task.reference or ""
-        right = sum(a == b for a, b in zip(answer, reference, strict=False))
-        return Score(score=right / max(len(answer), len(reference)), evidence=f"{answer} for {reference}")
+    answer, reference = (trajectory.answer or "").strip(), trajectory.task.reference or ""
+    right = sum(a == b for a, b in zip(answer, reference, strict=False))
+    return Score(score=right / max(len(answer), len(reference)), evidence=f"{answer} for {reference}")
 
 
 SYSTEM_PROMPT = "Tools: multiply"
 TOOLS = (multiply,)
-SCORERS = (Digits(),)
+SCORERS = (digits,)
 
 
 def tasks(split: str, seed: int, start: int = 0) -> Iterator[Task]:

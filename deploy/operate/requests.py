@@ -1,0 +1,119 @@
+"""What the commands and the Python API (replayground.Field) ask of a field, in one place. Nothing here prints a result.
+
+Each function takes the folder of a field and raises BadInput with one line for a person. `echo` is told when a field that is
+down is started for the time of the request, and stopped again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deploy.field import Say, open_field, running_field
+from deploy.local.folder import FieldFolder, is_locked
+from deploy.operate.tail import Wanted, tail
+from deploy.resolve import ResolvedConfig
+from deploy.run_lifecycle import log_of, resolved_run
+from deploy.runs import find_run, list_runs, only_id
+from deploy.traces_client import RunEntry, TracesClient
+from producers.submission import Submitted, submit
+from schemas.errors import BadInput
+from streams.log.kafka import KafkaLog
+from streams.log.protocol import Delivery
+from streams.rules.runs import RunState
+
+
+def listed_runs(path: Path, echo: Say) -> list[RunEntry]:
+    """All runs of the field, newest first. With the field down, its trace store alone is started."""
+    with open_field(path, echo, needs_log=False) as (folder, resolved):
+        listed = _listed(resolved)
+    return [msgspec.structs.replace(run, state=_state_here(folder, run)) for run in listed]
+
+
+def select(path: Path, statement: str, run: str | None, echo: Say) -> dict[str, Any]:
+    """Columns and rows of a SELECT over all runs, or over one. With the field down, its trace store alone is started."""
+    with open_field(path, echo, needs_log=False) as (_, resolved):
+        try:
+            run_id = None if run is None else stored_run(resolved, run)
+            return TracesClient(resolved.page_url, run_id).sql(statement)
+        except OSError as error:
+            raise traces_unreachable(error) from error
+
+
+def read_log(
+    path: Path,
+    topics: Sequence[str],
+    wanted: Wanted,
+    run: str | None,
+    messages: int | None,
+    goes_on: Callable[[], bool],
+    echo: Say,
+) -> Iterator[Delivery]:
+    """Messages of these topics, as deploy.operate.tail reads them. With the field down, all of it is started."""
+    with operator_log(path, echo) as log:
+        if run is not None:
+            wanted = replace(wanted, run=run_on_log(log, run))
+        yield from tail(log, topics, wanted, messages, goes_on)
+
+
+def submit_lines(path: Path, lines: Iterable[bytes], run: str | None, source: str) -> tuple[str, Submitted]:
+    """Adds tasks to an active run; returns its id and what came of it. The field must be up."""
+    folder, on = running_field(path)
+    with log_of(on) as log:
+        told = resolved_run(folder, on, active_run(list_runs(log), run))
+        sampling = told.config.feeder.sampling
+        return told.run_id, submit(lines, told.run_of("operator"), log, sampling=sampling, source=source)
+
+
+@contextmanager
+def operator_log(path: Path, echo: Say) -> Iterator[KafkaLog]:
+    """The log of the field, which is started for the time of the block if it is not running."""
+    with open_field(path, echo) as (_, resolved), log_of(resolved) as log:
+        yield log
+
+
+def run_on_log(log: KafkaLog, beginning: str) -> str:
+    """The id of a run on the log by its beginning."""
+    return find_run(list_runs(log).values(), beginning).run_id
+
+
+def stored_run(resolved: ResolvedConfig, beginning: str) -> str:
+    """The id of a run in the trace store by its beginning."""
+    return only_id([run.run_id for run in _listed(resolved)], beginning)
+
+
+def active_run(states: Mapping[str, RunState], beginning: str | None) -> RunState:
+    """The run that is meant: by the beginning of its id, else the only active one."""
+    if beginning is not None:
+        state = find_run(states.values(), beginning)
+        if not state.is_active:
+            raise BadInput(f"{state.run_id} is not active: it is {state.reason}")
+        return state
+    active = [state for state in states.values() if state.is_active]
+    if len(active) == 1:
+        return active[0]
+    if not active:
+        raise BadInput("no run is active: `replayground run` starts one, `replayground runs` lists them")
+    raise BadInput(f"{len(active)} runs are active, so name one: {', '.join(state.run_id for state in active)}")
+
+
+def traces_unreachable(error: OSError) -> BadInput:
+    return BadInput(f"the traces program does not answer ({error}): see `replayground logs traces`")
+
+
+def _listed(resolved: ResolvedConfig) -> list[RunEntry]:
+    listed = TracesClient(resolved.page_url).runs()
+    if listed is None:
+        raise BadInput("the traces program does not answer: see `replayground logs traces`")
+    return listed
+
+
+def _state_here(folder: FieldFolder, run: RunEntry) -> str:
+    """What the store says, corrected by what is known here at once: heartbeats take half a minute to be missed."""
+    run_folder = folder.run(run.run_id)
+    if run.state == "running" and run_folder.file.exists() and not is_locked(run_folder.path):
+        return "lost"
+    return run.state

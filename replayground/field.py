@@ -1,0 +1,195 @@
+"""A field from Python: what `replayground runs`, `sql`, `tail` and `submit` do, by the same functions."""
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+
+from deploy.field import existing_field
+from deploy.operate.requests import listed_runs, read_log, select, submit_lines
+from deploy.operate.tail import Wanted, topics_of
+from deploy.options import FIELD, FIELD_VARIABLE, say_aside
+from deploy.traces_client import ListedRun
+from producers.submission import Submitted
+from schemas.events import Event, Task
+from streams.log.protocol import Delivery
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run of a field, as the trace store has it."""
+
+    run_id: str
+    job: str
+    "module of the job"
+    seed: int
+    state: str
+    "running, finished, stopped, failed, taken_over or lost"
+    started_at: datetime
+    "in UTC"
+    started_by: str
+    "user@machine"
+    steps: int
+    "optimizer steps taken"
+    steps_target: int | None
+    "None = until stopped"
+    pass_at_1: float | None
+    "share of held-out tasks solved, by the newest complete evaluation at temperature 1"
+
+
+@dataclass(frozen=True)
+class SqlResult:
+    """Columns and rows of a SELECT. Dates and other types that JSON does not have are text.
+
+    >>> result = SqlResult(columns=("type", "events"), rows=[("RunStarted", 2), ("RunEnded", 1)])
+    >>> len(result), result.to_pandas()["events"].sum().item()
+    (2, 3)
+    >>> result.to_arrow().column_names
+    ['type', 'events']
+    """
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    truncated: bool = False
+    "the field returns at most [traces] sql_rows_max rows (10,000 unless set); True when there were more"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self.rows)
+
+    def to_arrow(self) -> "pyarrow.Table":
+        """A table of Arrow. Raises ImportError without pyarrow."""
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise ImportError("to_arrow needs pyarrow: install it beside replayground") from error
+        return pyarrow.table([pyarrow.array(column) for column in self._by_column()], names=list(self.columns))
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A data frame. Raises ImportError without pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas needs pandas: install it beside replayground") from error
+        return pandas.DataFrame(self.rows, columns=list(self.columns))
+
+    def _by_column(self) -> list[list[Any]]:
+        return [[row[place] for row in self.rows] for place in range(len(self.columns))]
+
+
+class Field:
+    """A field: its runs, its trace store and its log. Nothing is started or opened before a method is called.
+
+    A field that is down is started for the time of a call and stopped again, as by the command line: its trace store for
+    `runs` and `sql`, all of it for `tail`. Each start takes seconds, so `replayground up` is worth it before many calls.
+    Runs are named by any beginning of their id. All methods raise BadInput, with one line that says what to do.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """The field in this folder. Raises BadInput when there is none."""
+        self.path = Path(path)
+        existing_field(self.path)
+
+    @classmethod
+    def open(cls) -> Self:
+        """The field that the command line uses: $REPLAYGROUND_FIELD, else the folder `field` here."""
+        return cls(os.environ.get(FIELD_VARIABLE) or FIELD)
+
+    def __repr__(self) -> str:
+        return f"Field({str(self.path)!r})"
+
+    def runs(self) -> list[RunRecord]:
+        """All runs, past and present, newest first."""
+        return [_record(run) for run in listed_runs(self.path, say_aside)]
+
+    def sql(self, text: str, run: str | None = None) -> SqlResult:
+        """The answer of the trace store to one SELECT, over all runs or one. docs/python_api.md names the tables."""
+        return _result(select(self.path, text, run, say_aside))
+
+    def tail(
+        self,
+        topics: str | Sequence[str] = (),
+        *,
+        run: str | None = None,
+        types: Iterable[str] = (),
+        task: str | None = None,
+        trajectory: str | None = None,
+        last: int | None = None,
+        follow: bool = False,
+    ) -> Iterator[Event]:
+        """Events of the log, decoded, in the order of each partition; messages that cannot be decoded are passed over.
+
+        topics      names of topics; without any, all but `control`
+        types       names of events, such as "StepTaken"; without any, all
+        task        the beginning of a task's id; `trajectory` likewise
+        last        begin so many messages before the end of each partition, instead of at the beginning
+        follow      wait for more at the end, instead of ending there
+        """
+        names = topics_of([topics] if isinstance(topics, str) else topics)
+        wanted = Wanted(None, task, trajectory, frozenset(types))
+        return _events(read_log(self.path, names, wanted, run, last, lambda: follow, say_aside))
+
+    def submit(self, tasks: Iterable[Task | Mapping[str, Any]], run: str | None = None) -> Submitted:
+        """Adds tasks to an active run: to the only one, unless `run` names it. The field must be up.
+
+        A mapping holds the fields of a line of `replayground submit`. A Task of split "heldout" is evaluated, any other is
+        trained on. All are checked before any is submitted; what the run has already is left out."""
+        lines = [msgspec.json.encode(_line(task) if isinstance(task, Task) else task) for task in tasks]
+        return submit_lines(self.path, lines, run, "tasks")[1]
+
+
+def _record(run: ListedRun) -> RunRecord:
+    return RunRecord(
+        run_id=run.run_id,
+        job=run.job,
+        seed=run.seed,
+        state=run.state,
+        started_at=datetime.fromtimestamp(run.started_at / 1e6, UTC),
+        started_by=run.started_by,
+        steps=run.steps,
+        steps_target=run.steps_target or None,
+        pass_at_1=run.pass_at_1,
+    )
+
+
+def _result(answer: Mapping[str, Any]) -> SqlResult:
+    columns = [_with_numbers([row[place] for row in answer["rows"]]) for place in range(len(answer["columns"]))]
+    return SqlResult(
+        columns=tuple(str(column) for column in answer["columns"]),
+        rows=list(zip(*columns, strict=True)),
+        truncated=bool(answer["truncated"]),
+    )
+
+
+_NUMBERS_AS_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _with_numbers(column: list[Any]) -> list[Any]:
+    """JSON has no word for these three numbers, so they come as text. A column of text alone is left as it is."""
+    if not any(isinstance(cell, float) for cell in column):
+        return column
+    return [_NUMBERS_AS_TEXT.get(cell, cell) if isinstance(cell, str) else cell for cell in column]
+
+
+def _events(deliveries: Iterator[Delivery]) -> Iterator[Event]:
+    for delivery in deliveries:
+        if delivery.event is not None:
+            yield delivery.event
+
+
+def _line(task: Task) -> dict[str, Any]:
+    """A task as a line of JSONL. Only the copies of a task on the log refer to their world by its hash."""
+    line: dict[str, Any] = msgspec.to_builtins(task)
+    del line["world_hash"]
+    return line | {"purpose": "eval" if task.split == "heldout" else "train"}
