@@ -1,6 +1,9 @@
 """`make bench`: every subject beside its bare part, measured in one run; writes docs/bench.md.
 
 python -m bench [--quick] [SUBJECT …]
+
+The last line printed is JSON: the median of each figure by its name, and under "ranges" [lowest, highest, rounds] of those
+that were measured in several rounds.
 """
 
 import argparse
@@ -14,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.plots import FOLDER
+from bench.rounds import Figure
 
 SUBJECTS = ("log", "rollouts", "sandboxes", "endless", "shared")
 _PAGE = Path(__file__).parent.parent / "docs" / "bench.md"
@@ -38,23 +42,32 @@ def main() -> int:
     }
     if not arguments.quick:
         _PAGE.write_text(page_with(_PAGE.read_text(), figures, datetime.now(UTC)))
-    print(json.dumps({name: value for found in figures.values() for name, value in found.items()}))
+    print(summary(figures))
     return 0
 
 
-def page_with(page: str, figures: dict[str, dict[str, float]], now: datetime) -> str:
+def summary(figures: dict[str, dict[str, Figure]]) -> str:
+    """One line of JSON: the medians, and the ranges of what was measured more than once."""
+    named = [(name, found) for subject in figures.values() for name, found in subject.items()]
+    assert len(dict(named)) == len(named), "two figures have the same name"
+    ranges = {name: [found.low, found.high, found.rounds] for name, found in named if found.rounds > 1}
+    return json.dumps({name: found.median for name, found in named} | {"ranges": ranges})
+
+
+def page_with(page: str, figures: dict[str, dict[str, Figure]], now: datetime) -> str:
     """The page with these figures; what it says of other subjects stays."""
     rows: dict[str, list[str]] = defaultdict(list)
     for line in page.splitlines():
         if line.startswith(tuple(f"| {subject} |" for subject in SUBJECTS if subject not in figures)):
             rows[line.split(" ")[1]].append(line)
     for subject, found in figures.items():
-        rows[subject] = [f"| {subject} | {name} | {value:.3g} | {now:%Y-%m-%d} |" for name, value in found.items()]
+        rows[subject] = [f"| {subject} | {name} | {value} | {now:%Y-%m-%d} |" for name, value in found.items()]
     return "\n".join(
         [
             "# Measured by `make bench`",
             "",
             f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.",
+            "A value is the median of several rounds with their range, `median (lowest–highest of N)`; without it, one round.",
             "Ratios are to the bare part in the same run: 1 means as fast as the part alone. Rates are only for scale.",
             "",
             "| subject | figure | value | on |",

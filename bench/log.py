@@ -1,12 +1,14 @@
 """The typed log beside plain confluent-kafka and plain fastavro on the same records."""
 
 import io
-import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,21 @@ import fastavro
 import msgspec
 from confluent_kafka import Consumer, Producer, TopicPartition
 
+from bench.rounds import Figure, figure
 from deploy.local.stack import LogAddresses, local_log
 from schemas.blobs import Blobs
 from schemas.codec import Codec
-from schemas.events import Address, Event, Meta, Sampling, TurnGenerated, VersionSpan
+from schemas.events import Address, Meta, Sampling, TurnGenerated, VersionSpan
 from schemas.generate import schema_of
 from schemas.ids import derived_id
 from schemas.metrics import ProgramMetrics
 from schemas.packed import pack_logprobs, pack_tokens
 from schemas.registry import ConfluentRegistry
-from schemas.run import JobSettings, Run
-from schemas.topics import TOPIC_BY_NAME
+from schemas.run import JobSettings, LogSettings, Run
+from schemas.topics import PARTITIONS, TOPICS, topic_of
 from streams import app
 from streams.config import StreamsSettings
-from streams.driver import Driver
+from streams.driver import Driver, keep_in_memory
 from streams.hops.flow import hops
 from streams.log.kafka import KafkaLog
 from streams.log.protocol import decode_delivery
@@ -36,6 +39,27 @@ from tests.flow.synthetic import groups
 
 _ROUNDS = 5
 _RUN_ID = "bench"
+_EVENTS_AT_ONCE = 2000
+"as the driver takes them"
+_WINDOW_EVENTS = 10_000
+# The settings of streams.log.kafka, so that only what is done around the client differs.
+_PRODUCER = {
+    "acks": "all",
+    "enable.idempotence": True,
+    "partitioner": "murmur2_random",
+    "compression.type": "lz4",
+    "linger.ms": 20,
+    "queue.buffering.max.kbytes": 64 * 1024,
+}
+_CONSUMER = {
+    "group.id": "bare",
+    "enable.auto.commit": False,
+    "isolation.level": "read_committed",
+    "fetch.min.bytes": 64 * 1024,
+    "fetch.wait.max.ms": 50,
+    "fetch.message.max.bytes": 256 * 1024,
+    "queued.max.messages.kbytes": 32 * 1024,
+}
 
 
 def turn(number: int, tokens: int) -> TurnGenerated:
@@ -69,17 +93,16 @@ def turn(number: int, tokens: int) -> TurnGenerated:
     )
 
 
-def measure(quick: bool) -> dict[str, float]:
+def measure(quick: bool) -> dict[str, Figure]:
     """Ratios of this log to the bare parts; higher is better. cost_growth: 1 = an event costs as much as the first ones."""
+    groups_count = 100 if quick else 4000
     with _log() as (addresses, codec, folder):
         figures = _codec(codec, 300 if quick else 2000)
         figures |= _broker(addresses, codec, 5_000 if quick else 100_000)
-    groups_count = 100 if quick else 1000
     with _log() as (addresses, codec, folder):
         figures |= _driver(addresses, codec, groups_count)
         figures |= _growth(codec, 50_000 if quick else 1_000_000)
-    with _log() as (addresses, codec, folder):
-        figures |= _app(addresses, codec, folder, groups_count)
+        figures |= _app(addresses, codec, folder, groups_count, rounds=1 if quick else 3)
     return figures
 
 
@@ -92,7 +115,7 @@ def _log() -> Iterator[tuple[LogAddresses, Codec, Path]]:
         codec.close()
 
 
-def _codec(codec: Codec, count: int) -> dict[str, float]:
+def _codec(codec: Codec, count: int) -> dict[str, Figure]:
     event = turn(0, 1024)
     schema = fastavro.parse_schema(schema_of(TurnGenerated))
     record = msgspec.to_builtins(event, builtin_types=(bytes,))
@@ -108,63 +131,144 @@ def _codec(codec: Codec, count: int) -> dict[str, float]:
             buffer.seek(0)
             fastavro.schemaless_reader(buffer, schema, None)
 
-    return {"codec_typed_to_bare": _ratio(bare, typed)}
+    typed()  # the first one asks the registry
+    # by turns, because the machine is noisy
+    return {"codec_typed_to_bare": figure(_seconds(bare) / _seconds(typed) for _ in range(_ROUNDS))}
 
 
-def _broker(addresses: LogAddresses, codec: Codec, count: int) -> dict[str, float]:
+def _broker(addresses: LogAddresses, codec: Codec, count: int) -> dict[str, Figure]:
     events = [turn(number, 24) for number in range(count)]
     records = [msgspec.to_builtins(event, builtin_types=(bytes,)) for event in events]
     log = KafkaLog(addresses.log, codec)
+    producer = Producer({"bootstrap.servers": addresses.log.bootstrap_servers, **_PRODUCER})
+    _bare_produce(producer, records[:1])  # connects, as the next line does
+    _typed_produce(log, events[:1])
     produce = [
-        (_seconds(lambda: _bare_produce(addresses, records)), _seconds(lambda: _typed_produce(log, events)))
-        for _ in range(3)
+        (_seconds(lambda: _bare_produce(producer, records)), _seconds(lambda: _typed_produce(log, events)))
+        for _ in range(_ROUNDS)
     ]
-    consume = [
-        (_seconds(lambda: _bare_consume(addresses, count)), _seconds(lambda: _typed_consume(log, count)))
-        for _ in range(3)
-    ]
+    consume = [(_bare_consume_seconds(addresses, count), _typed_consume_seconds(log, count)) for _ in range(_ROUNDS)]
     log.close()
     return {
-        "produce_typed_to_bare": statistics.median(bare / typed for bare, typed in produce),
-        "consume_typed_to_bare": statistics.median(bare / typed for bare, typed in consume),
-        "produce_typed_per_second": count / min(typed for _, typed in produce),
-        "consume_typed_per_second": count / min(typed for _, typed in consume),
+        "produce_typed_to_bare": figure(bare / typed for bare, typed in produce),
+        "consume_typed_to_bare": figure(bare / typed for bare, typed in consume),
+        "produce_typed_per_second": figure(count / typed for _, typed in produce),
+        "consume_typed_per_second": figure(count / typed for _, typed in consume),
     }
 
 
-def _driver(addresses: LogAddresses, codec: Codec, groups_count: int) -> dict[str, float]:
-    """All hops by the driver, beside a bare loop that consumes, decodes, encodes and produces in transactions."""
-    log = KafkaLog(addresses.log, codec)
-    messages = _append_messages(log, groups_count)
-    bare = messages / _seconds(lambda: _bare_transactions(addresses, messages))
-    driver = Driver(log, hops((), "standardised"), _RUN_ID)
-    driven = _taken(messages) / _seconds(driver.run_until_caught_up)
-    driver.close()
-    log.close()
+# the driver beside a bare loop
+
+
+def _driver(addresses: LogAddresses, codec: Codec, groups_count: int) -> dict[str, Figure]:
+    """All hops by the driver, beside a bare loop that reads, decodes, encodes and writes the same records with the same
+    promise (at least once, flushed after every turn) and applies no rule. Each round has topics of its own."""
+    found: list[tuple[float, float]] = []
+    for number in range(_ROUNDS):
+        settings = msgspec.structs.replace(addresses.log, topic_prefix=f"round-{number}.")
+        with closing(KafkaLog(settings, codec)) as log:
+            log.make_topics()
+            messages = _append_messages(log, groups_count, _RUN_ID)
+            driver = Driver(log, hops((), "standardised"), _RUN_ID)
+            driver_seconds = _seconds(driver.run_until_caught_up)
+            driver.close()
+            bare_seconds = _bare_loop_seconds(settings, log)
+            found.append((bare_seconds, driver_seconds))
     return {
-        "driver_to_bare_transactional": driven / bare,
-        "driver_per_second": driven,
-        "bare_transactional_per_second": bare,
+        "driver_to_bare_loop": figure(bare / driver for bare, driver in found),
+        "driver_per_second": figure(_taken(messages) / driver for _, driver in found),
+        "bare_loop_per_second": figure(_taken(messages) / bare for bare, _ in found),
     }
 
 
-def _app(addresses: LogAddresses, codec: Codec, folder: Path, groups_count: int) -> dict[str, float]:
-    """The same by the Faust app."""
-    log = KafkaLog(addresses.log, codec)
-    messages = _append_messages(log, groups_count)
-    log.close()
-    run = Run(
-        run_id=_RUN_ID,
-        seed=0,
-        job=JobSettings(module="producers.stockroom"),
-        log=addresses.log,
-        blobs_url=addresses.blobs_url,
-    )
-    return {"faust_app_per_second": _taken(messages) / _app_seconds(run, folder, _taken(messages))}
+@dataclass
+class _BareHop:
+    """Reads one topic and writes as many records as the hop that reads it wrote, as these arrived."""
+
+    consumer: Consumer
+    schemas: "_SchemaById"
+    to_read: int
+    to_write: "list[_Record]"
+    has_read: int = 0
+    has_written: int = 0
+
+    def advance(self, producer: Producer, topic: str) -> bool:
+        """True while there is more to read."""
+        if self.has_read == self.to_read:
+            return False
+        for message in self.consumer.consume(min(_EVENTS_AT_ONCE, self.to_read - self.has_read), 0.05):
+            self.schemas.decode(message.value() or b"")
+            self.has_read += 1
+            while self.has_written * self.to_read < len(self.to_write) * self.has_read:
+                self._write(producer, topic, self.to_write[self.has_written])
+                self.has_written += 1
+        return self.has_read < self.to_read
+
+    def _write(self, producer: Producer, topic: str, record: "_Record") -> None:
+        buffer = io.BytesIO()
+        fastavro.schemaless_writer(buffer, record.schema, record.fields)
+        _produce(producer, topic, buffer.getvalue(), record.key)
 
 
-def _append_messages(log: KafkaLog, groups_count: int) -> int:
-    messages = [event for rollout in groups(groups_count, run_id=_RUN_ID) for event in rollout]
+@dataclass(frozen=True)
+class _Record:
+    schema: Any
+    fields: Any
+    key: bytes | None
+
+
+class _SchemaById:
+    """Decodes as fastavro does, with the schema that the wire names."""
+
+    def __init__(self, registry: ConfluentRegistry) -> None:
+        self._registry = registry
+        self._schemas: dict[bytes, Any] = {}
+
+    def schema(self, value: bytes) -> Any:
+        if value[1:5] not in self._schemas:
+            self._schemas[value[1:5]] = fastavro.parse_schema(self._registry.schema_of(int.from_bytes(value[1:5])))
+        return self._schemas[value[1:5]]
+
+    def decode(self, value: bytes) -> Any:
+        stream = io.BytesIO(value)
+        stream.seek(5)
+        return fastavro.schemaless_reader(stream, self.schema(value), None)
+
+
+def _bare_loop_seconds(settings: LogSettings, log: KafkaLog) -> float:
+    """Seconds for what the driver has read and written on this log. The copies go to a topic that nobody reads."""
+    flow = {"messages": ("trajectories", "attempts"), "trajectories": ("rewards",), "rewards": ("groups",)}
+    with closing(ConfluentRegistry(settings.registry_url)) as registry:
+        schemas = _SchemaById(registry)
+        producer = Producer({"bootstrap.servers": settings.bootstrap_servers, **_PRODUCER})
+        bare_hops = [
+            _BareHop(
+                _bare_consumer(settings, reads), schemas, log.count([reads])[reads], _records(log, writes, schemas)
+            )
+            for reads, writes in flow.items()
+        ]
+
+        def work() -> None:
+            advance = True
+            while advance:
+                # every hop has its turn, whatever the first did
+                advances = [hop.advance(producer, f"{settings.topic_prefix}tasks") for hop in bare_hops]
+                producer.flush()
+                advance = any(advances)
+
+        seconds = _seconds(work)
+        for hop in bare_hops:
+            hop.consumer.close()
+    return seconds
+
+
+def _records(log: KafkaLog, topics: Sequence[str], schemas: _SchemaById) -> list[_Record]:
+    values = [(message.key, message.value) for message in log.messages(topics) if message.value is not None]
+    return [_Record(schemas.schema(value), schemas.decode(value), key) for key, value in values]
+
+
+def _append_messages(log: KafkaLog, groups_count: int, run_id: str) -> int:
+    messages = [event for rollout in groups(groups_count, run_id=run_id) for event in rollout]
     for message in messages:
         log.append(message)
     log.flush()
@@ -176,11 +280,32 @@ def _taken(messages: int) -> int:
     return messages + messages // 6 * 2
 
 
+# the Faust app
+
+
+def _app(addresses: LogAddresses, codec: Codec, folder: Path, groups_count: int, rounds: int) -> dict[str, Figure]:
+    """The same hops by the Faust app; each round is a run of its own."""
+    rates: list[float] = []
+    for number in range(rounds):
+        with closing(KafkaLog(addresses.log, codec)) as log:
+            run = Run(
+                run_id=f"app-{number}",
+                seed=0,
+                job=JobSettings(module="producers.stockroom"),
+                log=addresses.log,
+                blobs_url=addresses.blobs_url,
+                start=tuple(log.end_positions([topic.name for topic in TOPICS])),
+            )
+            events = _taken(_append_messages(log, groups_count, run.run_id))
+        rates.append(events / _app_seconds(run, folder / run.run_id, events))
+    return {"faust_app_per_second": figure(rates)}
+
+
 def _app_seconds(run: Run, folder: Path, events: int) -> float:
     """Seconds of the app from its first event to its last."""
     stop, program_metrics = threading.Event(), ProgramMetrics()
     thread = threading.Thread(
-        target=app.run, args=(run, StreamsSettings(state_folder=str(folder / "app")), program_metrics, stop)
+        target=app.run, args=(run, StreamsSettings(state_folder=str(folder)), program_metrics, stop)
     )
     thread.start()
     while not program_metrics.figures().get("events_read"):
@@ -194,67 +319,56 @@ def _app_seconds(run: Run, folder: Path, events: int) -> float:
     return seconds
 
 
-def _bare_transactions(addresses: LogAddresses, count: int) -> None:
-    """A plain exactly-once loop: 1,000 messages a transaction."""
-    consumer = Consumer(
-        {"bootstrap.servers": addresses.log.bootstrap_servers, "group.id": "bare-eos", "enable.auto.commit": False}
-    )
-    consumer.assign([TopicPartition("messages", partition, 0) for partition in range(4)])
-    producer = Producer(
-        {"bootstrap.servers": addresses.log.bootstrap_servers, "transactional.id": "bare", "compression.type": "lz4"}
-    )
-    producer.init_transactions(30)
-    schemas = {kind.__name__: fastavro.parse_schema(schema_of(kind)) for kind in TOPIC_BY_NAME["messages"].events}
-    registry = ConfluentRegistry(addresses.log.registry_url)
-    by_id: dict[bytes, Any] = {}
-    seen = 0
-    while seen < count:
-        messages = consumer.consume(1000, 0.1)
-        producer.begin_transaction()
-        for message in messages:
-            value = message.value() or b""
-            if value[1:5] not in by_id:
-                by_id[value[1:5]] = schemas[registry.schema_of(int.from_bytes(value[1:5]))["name"]]
-            schema = by_id[value[1:5]]
-            stream = io.BytesIO(value)
-            stream.seek(5)
-            record = fastavro.schemaless_reader(stream, schema, None)
-            buffer = io.BytesIO()
-            fastavro.schemaless_writer(buffer, schema, record)
-            producer.produce("tasks", buffer.getvalue(), message.key())
-            seen += 1
-        producer.send_offsets_to_transaction(
-            consumer.position(consumer.assignment()), consumer.consumer_group_metadata()
-        )
-        producer.commit_transaction()
-    registry.close()
-    consumer.close()
+# growth
 
 
-def _growth(codec: Codec, events: int) -> dict[str, float]:
-    """Processor time an event, of all hops, at the end of so many events beside the first ten thousand."""
-    stages = [Stage(hop, "growth", lambda key: None) for hop in hops((), "standardised")]
-    window = 10_000
-    taken = 0
-    began = time.process_time()
-    costs: list[float] = []
-    for rollout in groups(events, run_id="growth"):
-        facts: list[Event] = list(rollout)
-        for stage in stages:
-            following: list[Event] = []
-            for fact in facts:
-                address = Address(stage.hop.reads, 0, taken)
-                following += stage.take(decode_delivery(codec, address, None, codec.encode(fact)))
-                taken += 1
-            facts = following
-        if taken >= window * (len(costs) + 1):
-            now = time.process_time()
-            costs.append(now - began)
-            began = now
-        if taken >= events:
-            break
-    tail = costs[-max(1, len(costs) // 10) :]
-    return {"cost_growth": statistics.median(tail) / statistics.median(costs[: max(1, len(tail))])}
+def _growth(codec: Codec, events: int) -> dict[str, Figure]:
+    """Processor time of an event in hops that took so many events before, beside hops that begin. They take ten thousand each
+    by turns, so that a slower moment of the machine slows both."""
+    old = _Flow(codec)
+    while old.events < events:
+        old.take_window()
+    return {"cost_growth": figure(old.take_window() / _Flow(codec).take_window() for _ in range(2 * _ROUNDS))}
+
+
+class _Flow:
+    """All hops without a broker. States are kept as the driver keeps them."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.events = 0
+        "taken so far"
+        self._codec = codec
+        self._states: list[dict[bytes, bytes]] = [{} for _ in hops((), "standardised")]
+        self._stages = [
+            Stage(hop, _RUN_ID, states.get) for hop, states in zip(hops((), "standardised"), self._states, strict=True)
+        ]
+        self._rollouts = groups(sys.maxsize, run_id=_RUN_ID)
+
+    def take_window(self) -> float:
+        """Processor seconds an event; the messages are made before the clock starts."""
+        rollouts = [
+            [self._codec.encode(message) for message in rollout]
+            for rollout in islice(self._rollouts, _WINDOW_EVENTS // 8)  # six messages, a trajectory and a reward
+        ]
+        first, began = self.events, time.process_time()
+        for values in rollouts:
+            self._take_rollout(values)
+        for stage, states in zip(self._stages, self._states, strict=True):
+            keep_in_memory(stage, states)
+        return (time.process_time() - began) / (self.events - first)
+
+    def _take_rollout(self, values: list[bytes]) -> None:
+        """Each hop takes what those before it wrote to its topic."""
+        waiting = {self._stages[0].hop.reads: values}
+        for stage in self._stages:
+            for value in waiting.pop(stage.hop.reads, []):
+                address = Address(stage.hop.reads, 0, self.events)
+                self.events += 1
+                for event in stage.take(decode_delivery(self._codec, address, None, value)):
+                    waiting.setdefault(topic_of(event).name, []).append(self._codec.encode(event))
+
+
+# produce and consume
 
 
 def _typed_produce(log: KafkaLog, events: list[TurnGenerated]) -> None:
@@ -263,59 +377,71 @@ def _typed_produce(log: KafkaLog, events: list[TurnGenerated]) -> None:
     log.flush()
 
 
-def _bare_produce(addresses: LogAddresses, records: list[dict[str, Any]]) -> None:
-    """The same settings as ours; bytes without the wire header go to a topic nobody reads as events."""
+def _bare_produce(producer: Producer, records: list[dict[str, Any]]) -> None:
+    """Bytes without the wire header, to a topic that nobody reads as events."""
     schema = fastavro.parse_schema(schema_of(TurnGenerated))
-    producer = Producer(
-        {
-            "bootstrap.servers": addresses.log.bootstrap_servers,
-            "acks": "all",
-            "enable.idempotence": True,
-            "partitioner": "murmur2_random",
-            "compression.type": "lz4",
-            "linger.ms": 5,
-        }
-    )
     for record in records:
         buffer = io.BytesIO()
         fastavro.schemaless_writer(buffer, schema, record)
-        while True:
-            try:
-                producer.produce("tasks", buffer.getvalue(), record["meta"]["trajectory_id"].encode())
-                break
-            except BufferError:
-                producer.poll(0.05)
-        producer.poll(0)
+        _produce(producer, "tasks", buffer.getvalue(), record["meta"]["trajectory_id"].encode())
     producer.flush()
 
 
-def _typed_consume(log: KafkaLog, count: int) -> None:
+def _produce(producer: Producer, topic: str, value: bytes, key: bytes | None) -> None:
+    while True:
+        try:
+            producer.produce(topic, value, key)
+            producer.poll(0)
+            return
+        except BufferError:
+            producer.poll(0.05)
+
+
+def _typed_consume_seconds(log: KafkaLog, count: int) -> float:
+    """From the first events on: what it takes to open a reader is not counted."""
     reader = log.reader(["messages"])
     seen = 0
-    while seen < count:
-        seen += len(reader.poll(1000, 1.0))
+    while not seen:
+        seen = len(reader.poll(1, 1.0))
+
+    def read() -> None:
+        nonlocal seen
+        while seen < count:
+            seen += len(reader.poll(1000, 1.0))
+
+    seconds = _seconds(read)
     reader.close()
+    return seconds
 
 
-def _bare_consume(addresses: LogAddresses, count: int) -> None:
+def _bare_consume_seconds(addresses: LogAddresses, count: int) -> float:
+    """From the first message on."""
     schema = fastavro.parse_schema(schema_of(TurnGenerated))
-    consumer = Consumer(
-        {"bootstrap.servers": addresses.log.bootstrap_servers, "group.id": "bare", "enable.auto.commit": False}
-    )
-    consumer.assign([TopicPartition("messages", partition, 0) for partition in range(4)])
+    consumer = _bare_consumer(addresses.log, "messages")
     seen = 0
-    while seen < count:
-        for message in consumer.consume(1000, 0.1):
-            stream = io.BytesIO(message.value() or b"")
-            stream.seek(5)
-            fastavro.schemaless_reader(stream, schema, None)
-            seen += 1
+    while not seen:
+        seen = len(consumer.consume(1, 1.0))
+
+    def read() -> None:
+        nonlocal seen
+        while seen < count:
+            for message in consumer.consume(1000, 0.1):
+                stream = io.BytesIO(message.value() or b"")
+                stream.seek(5)
+                fastavro.schemaless_reader(stream, schema, None)
+                seen += 1
+
+    seconds = _seconds(read)
     consumer.close()
+    return seconds
 
 
-def _ratio(bare: Callable[[], None], typed: Callable[[], None]) -> float:
-    """Median of bare seconds to typed seconds, taken in turns because the machine is noisy."""
-    return statistics.median(_seconds(bare) / _seconds(typed) for _ in range(_ROUNDS))
+def _bare_consumer(settings: LogSettings, topic: str) -> Consumer:
+    """From the beginning of a topic."""
+    consumer = Consumer({"bootstrap.servers": settings.bootstrap_servers, **_CONSUMER})
+    name = f"{settings.topic_prefix}{topic}"
+    consumer.assign([TopicPartition(name, partition, 0) for partition in range(PARTITIONS)])
+    return consumer
 
 
 def _seconds(action: Callable[[], None]) -> float:

@@ -227,7 +227,6 @@ def played(request: RolloutRequested, version: int) -> Iterator[Event]:
         index=request.index,
         seed=request.seed,
         worker="player",
-        sandbox=None,
         isolation="none",
         prompt_tokens=tokens,
         template_hash="template",

@@ -6,7 +6,6 @@ Workers are processes of their own on a real broker; seconds are counted from th
 import asyncio
 import logging
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import structlog
 
 from bench import waiting_job
 from bench.plots import write_plot
+from bench.rounds import Figure, figure
 from consumers import vllm_server
 from consumers.config import VllmSettings
 from consumers.reports.svg import Line
@@ -68,11 +68,11 @@ _SLOTS_AT_ONCE = (1, 2, 4)
 "workers that mostly wait are measured side by side: together they are idle, one by one they would take ten minutes more"
 
 
-def measure(quick: bool) -> dict[str, float]:
-    """worker_tokens_to_bare and sequential_to_distributed: higher is better. memory_growth: 1 = none."""
+def measure(quick: bool) -> dict[str, Figure]:
+    """worker_tokens_to_bare and sequential_to_distributed: higher is better. worker_memory_growth: 1 = none."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # vLLM has much to tell
     with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, _Site.opened(Path(folder)) as site:
-        figures = _memory(site, *((200, 1_000) if quick else (1_000, 10_000)))
+        figures = _memory(site, *((200, 1_000) if quick else (1_000, 10_000)), rounds=1 if quick else 3)
         figures |= _slots(site, quick)
         figures |= _tokens(site, Path(folder), 128 if quick else 2048, rounds=1 if quick else 5)
     return figures
@@ -81,11 +81,12 @@ def measure(quick: bool) -> dict[str, float]:
 # tokens: a worker beside a bare client
 
 
-def _tokens(site: "_Site", folder: Path, count: int, rounds: int) -> dict[str, float]:
+def _tokens(site: "_Site", folder: Path, count: int, rounds: int) -> dict[str, Figure]:
     """The same prompts, as many at once, by turns: a worker's seconds a token beside those of a bare client."""
     with _vllm(folder / "vllm", site.files) as url:
         settings = RolloutsSettings(servers=[url], slots=_AT_ONCE)
         ratios: list[float] = []
+        rates: list[float] = []
         cores: list[float] = []
         with _Worker(site, site.run("tokens", stockroom.__name__), settings, "scripted") as worker:
             tasks = list(islice(stockroom.tasks("train", 0), count))
@@ -94,12 +95,13 @@ def _tokens(site: "_Site", folder: Path, count: int, rounds: int) -> dict[str, f
             for _ in range(rounds):
                 played = worker.played(tasks, "train", sampling)
                 bare_seconds, bare_tokens = asyncio.run(_bare(url, played.prompts))
-                ratios.append((played.tokens / played.seconds) / (bare_tokens / bare_seconds))
+                rates.append(played.tokens / played.seconds)
+                ratios.append(rates[-1] / (bare_tokens / bare_seconds))
                 cores.append(played.worker_cpu_seconds / played.seconds)
     return {
-        "worker_tokens_to_bare": statistics.median(ratios),
-        "worker_tokens_per_second": played.tokens / played.seconds,
-        "worker_cores_at_64": statistics.median(cores),
+        "worker_tokens_to_bare": figure(ratios),
+        "worker_tokens_per_second": figure(rates),
+        "worker_cores_at_64": figure(cores),
     }
 
 
@@ -151,9 +153,22 @@ def _vllm(folder: Path, files: dict[str, bytes]) -> Iterator[str]:
 # slots: rollouts one after another beside many at once
 
 
-def _slots(site: "_Site", quick: bool) -> dict[str, float]:
+def _slots(site: "_Site", quick: bool) -> dict[str, Figure]:
     """The same rollouts, whose tools take one to three seconds, with 1, 2, 4 … slots, in real sandboxes."""
-    rollouts, scale, all_slots = (32, 0.05, (1, 32)) if quick else (64, 1.0, _SLOTS)
+    rounds, rollouts, scale, all_slots = (1, 32, 0.05, (1, 32)) if quick else (3, 64, 1.0, _SLOTS)
+    found = [_seconds_by_slots(site, rollouts, scale, all_slots) for _ in range(rounds)]
+    speedups = {slots: figure(seconds[1] / seconds[slots] for seconds in found) for slots in all_slots}
+    if not quick:
+        _plot({slots: speedup.median for slots, speedup in speedups.items()})
+    named = {f"speedup_at_{slots}_slots": speedup for slots, speedup in speedups.items() if slots > 1}
+    return {
+        "sequential_to_distributed": speedups[32],
+        "sequential_seconds": figure(seconds[1] for seconds in found),
+    } | named
+
+
+def _seconds_by_slots(site: "_Site", rollouts: int, scale: float, all_slots: tuple[int, ...]) -> dict[int, float]:
+    """One round: seconds of so many rollouts, by the number of slots."""
     task = waiting_job.a_task(1.0 * scale, 3.0 * scale)
     seconds: dict[int, float] = {}
 
@@ -172,11 +187,7 @@ def _slots(site: "_Site", quick: bool) -> dict[str, float]:
     for slots in all_slots:
         if slots not in _SLOTS_AT_ONCE:
             play(slots)
-    speedups = {slots: seconds[1] / seconds[slots] for slots in all_slots}
-    if not quick:
-        _plot(speedups)
-    named = {f"speedup_at_{slots}_slots": speedup for slots, speedup in speedups.items() if slots > 1}
-    return {"sequential_to_distributed": speedups[32], "sequential_seconds": seconds[1]} | named
+    return seconds
 
 
 def _plot(speedups: dict[int, float]) -> None:
@@ -189,12 +200,17 @@ def _plot(speedups: dict[int, float]) -> None:
 # memory
 
 
-def _memory(site: "_Site", early: int, late: int) -> dict[str, float]:
-    """Resident memory of a worker after so many rollouts of a scripted sandbox and a recorded policy."""
+def _memory(site: "_Site", early: int, late: int, rounds: int) -> dict[str, Figure]:
+    """Resident memory of a worker after so many rollouts of a scripted sandbox and a recorded policy; a new worker a round."""
     tasks = list(islice(stockroom.tasks("train", 0), 200))
     recorded = site.run("recorded", stockroom.__name__)
     with _Worker(site, recorded, RolloutsSettings(slots=_AT_ONCE), "scripted") as worker:
         worker.played(tasks, "demonstrate", Sampling())
+    found = [_memory_round(site, recorded, tasks, early, late) for _ in range(rounds)]
+    return {name: figure(values[name] for values in found) for name in found[0]}
+
+
+def _memory_round(site: "_Site", recorded: Run, tasks: list[Task], early: int, late: int) -> dict[str, float]:
     settings = RolloutsSettings(slots=_AT_ONCE, servers=[f"recorded:{recorded.run_id}"])
     with _Worker(site, site.run("memory", stockroom.__name__), settings, "scripted") as worker:
         began, bytes_early, done = time.perf_counter(), 0, 0
@@ -205,7 +221,7 @@ def _memory(site: "_Site", early: int, late: int) -> dict[str, float]:
                 bytes_early = worker.memory_bytes
         seconds = time.perf_counter() - began
         return {
-            "memory_growth": worker.memory_bytes / bytes_early,
+            "worker_memory_growth": worker.memory_bytes / bytes_early,
             "worker_mebibytes": worker.memory_bytes / 2**20,
             "recorded_rollouts_per_second": done / seconds,
         }

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from bench.rounds import Figure, figure
 from sandboxes.backends.bubblewrap import BubblewrapBackend
 from sandboxes.backends.cgroups import descendants
 from sandboxes.backends.channel import RunnerSandbox
@@ -31,26 +32,28 @@ BARE = [
 ]
 
 
-def measure(quick: bool) -> dict[str, float]:
+def measure(quick: bool) -> dict[str, Figure]:
     """open_to_bare: lower is better, 1 = as fast as bwrap and Python alone. sandboxes_at_once: leases that worked."""
-    return asyncio.run(_measure(rounds=15 if quick else 60, at_once=AT_ONCE))
+    return asyncio.run(_measure(*((3, 5, 1) if quick else (6, 10, 3))))
 
 
-async def _measure(rounds: int, at_once: int) -> dict[str, float]:
+async def _measure(rounds: int, openings: int, crowds: int) -> dict[str, Figure]:
     backend = BubblewrapBackend(SHIPPED | WORLD_TOOLS, first_uid=FIRST_UID)
     try:
-        figures = await _opening(backend, rounds)
-        figures |= await _crowd(backend, at_once)
+        await (await backend.open(0)).close()  # the tools are compiled once, the launcher is started once
+        opened = [await _opening(backend, openings) for _ in range(rounds)]
+        crowded = [await _crowd(backend, AT_ONCE) for _ in range(crowds)]
     finally:
         backend.close()
-    return figures
+    return {name: figure(found[name] for found in opened) for name in opened[0]} | {
+        name: figure(found[name] for found in crowded) for name in crowded[0]
+    }
 
 
-async def _opening(backend: BubblewrapBackend, rounds: int) -> dict[str, float]:
-    """In turns, because the machine is noisy: bare, then a sandbox with its first call and some further ones."""
+async def _opening(backend: BubblewrapBackend, openings: int) -> dict[str, float]:
+    """Medians of one round. In turns, because the machine is noisy: bare, then a sandbox with its first call and some more."""
     bare, opened, further = [], [], []
-    await (await backend.open(0)).close()  # the tools are compiled once, the launcher is started once
-    for number in range(rounds):
+    for _ in range(openings):
         bare.append(await _seconds(_bare_start))
         began = time.perf_counter()
         sandbox = await backend.open(0)

@@ -1,11 +1,11 @@
 """Runs share a log without paying for each other (P14): a run beside a million events of other runs, and on an empty field.
 
-Two brokers stand side by side. One holds the events of other runs, the other nothing. A run of its own id is practised on each
-in turn (bench.practice): seconds from the start of its programs (after their imports) to the first rollout that is asked for,
-and rollouts a second until so many have ended.
+Two brokers stand side by side, warmed by the same small run. One holds a million events of other runs, the other only what its
+own rounds left. In each round a run of its own id is practised on both, now on this one first, now on that (bench.practice):
+seconds from the start of its programs (after their imports) to the first rollout that is asked for, and rollouts a second until
+so many have ended.
 """
 
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.practice import LOOP, Counter, Player, Program, Server, Watch, first_weights, new_run, settings_of
+from bench.rounds import Figure, figure
 from deploy.local.stack import LogAddresses, local_log
 from schemas.blobs import Blobs
 from schemas.codec import Codec
@@ -43,31 +44,30 @@ class Round:
     rollouts_per_second: float
 
 
-def measure(quick: bool) -> dict[str, float]:
+def measure(quick: bool) -> dict[str, Figure]:
     """start_to_first_rollout_ratio: at most 1.2; throughput_ratio: at least 0.95."""
     events, rollouts, rounds = (20_000, 1_000, 1) if quick else (1_000_000, 10_000, 5)
     with _field() as empty, _field() as shared:
-        _practise(shared, _SEED_RUN, 1_000)
+        for field in (empty, shared):
+            _practise(field, _SEED_RUN, 1_000)
         written = _fill(shared.log, events)
         print(f"{written:,} events of other runs", file=sys.stderr, flush=True)
-        found: list[tuple[Round, Round]] = []
-        for number in range(rounds):
-            pair = _round(empty, number, rollouts), _round(shared, number, rollouts)
-            found.append(pair)
-            print(f"  empty {pair[0]}\n  shared {pair[1]}", file=sys.stderr, flush=True)
-    starts = [there.first_seconds / alone.first_seconds for alone, there in found]
-    rates = [there.rollouts_per_second / alone.rollouts_per_second for alone, there in found]
-    print(f"range of start ratios {min(starts):.2f}-{max(starts):.2f}", file=sys.stderr)
-    print(f"range of throughput ratios {min(rates):.2f}-{max(rates):.2f}", file=sys.stderr)
+        found = [_round(empty, shared, number, rollouts) for number in range(rounds)]
     return {
-        "start_to_first_rollout_ratio": statistics.median(starts),
-        "throughput_ratio": statistics.median(rates),
-        "shared_events_of_other_runs": float(written),
+        "start_to_first_rollout_ratio": figure(there.first_seconds / alone.first_seconds for alone, there in found),
+        "throughput_ratio": figure(there.rollouts_per_second / alone.rollouts_per_second for alone, there in found),
+        "shared_events_of_other_runs": figure([written]),
     }
 
 
-def _round(field: Field, number: int, rollouts: int) -> Round:
-    return _practise(field, f"round-{number}", rollouts)
+def _round(empty: Field, shared: Field, number: int, rollouts: int) -> tuple[Round, Round]:
+    """(on the empty field, on the shared one); every other round in this order."""
+    fields = [("empty", empty), ("shared", shared)]
+    found: dict[str, Round] = {}
+    for name, field in fields if number % 2 == 0 else reversed(fields):
+        found[name] = _practise(field, f"round-{number}", rollouts)
+        print(f"  {name} {found[name]}", file=sys.stderr, flush=True)
+    return found["empty"], found["shared"]
 
 
 def _practise(field: Field, run_id: str, rollouts: int) -> Round:

@@ -45,9 +45,13 @@ class LocalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     controller_port: int = 0
     "Kafka's own, for its metadata"
     registry_port: int = 0
+    "where clients ask for schemas"
     registry_management_port: int = 0
+    "where the registry tells whether it is healthy"
     kafka_heap_mebibytes: int = 512
+    "Java heap of the broker"
     registry_heap_mebibytes: int = 384
+    "Java heap of the registry"
     disk_free_bytes_min: int = 2 * 1024**3
     "field and runs do not start, and stop orderly, when the disk has less room than this"
 

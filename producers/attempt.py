@@ -89,7 +89,6 @@ def close_unplayed(attempt: AttemptWriter, worker: str, ended_by: EndedBy, reaso
             index=request.index,
             seed=request.seed,
             worker=worker,
-            sandbox=None,
             isolation="none",
             prompt_tokens=b"",
             template_hash="",

@@ -21,7 +21,9 @@ StepKind = Literal["initial", "sft", "grpo"]
 WeightsKind = Literal["full", "lora", "delta"]
 RunKind = Literal["practise", "replay", "retrain"]
 EndReason = Literal["finished", "stopped", "failed", "taken_over"]
-Command = Literal["pause", "resume", "drain", "hold", "release", "promote", "roll_back", "cancel"]
+Command = Literal["pause", "resume", "drain", "hold", "release", "cancel"]
+RetiredCommand = Literal["promote", "roll_back"]
+"no program issues or follows these; an older log may hold them, so they are read"
 
 # programs count up to these: a number beyond all sense in one message is refused, or it would stop them all
 GroupSize = Annotated[int, Within(ge=1, le=4096)]
@@ -92,10 +94,15 @@ class Sampling(Value, frozen=True, kw_only=True):
     """How turns are drawn from the policy."""
 
     temperature: float = 1.0
+    "0 = greedy"
     top_p: float = 1.0
+    "the next token is drawn from the likeliest that have this much probability together; 1 = from all"
     max_tokens_per_turn: int = 64
+    "a turn is cut off after so many"
     turns_max: int = 6
+    "turns of one agent without an answer; then turn_limit"
     tokens_max: int = 512
+    "tokens of the context of one agent; then token_limit"
 
 
 class Task(Value, frozen=True, kw_only=True):
@@ -153,7 +160,8 @@ class RolloutStarted(Event, frozen=True, kw_only=True):
     index: int
     seed: int
     worker: str
-    sandbox: str | None
+    sandbox: str | None = None
+    "always null: a sandbox is leased at the first tool call, after this event"
     isolation: str
     prompt_tokens: bytes
     template_hash: str
@@ -461,7 +469,7 @@ class ControlIssued(Event, frozen=True, kw_only=True):
     """Somebody steered the run."""
 
     number: ClassVar[int] = 16
-    command: Command
+    command: Literal[Command, RetiredCommand]
     version: int | None
     requested_by: str
     reason: str

@@ -19,17 +19,23 @@ class SecuritySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     protocol: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
+    "whether connections are encrypted (ssl), and whether the client says who it is (sasl)"
     ca_file: str = ""
     "PEM file of the authority that signed the brokers' certificates; empty = those of the system"
     certificate_file: str = ""
     "PEM file of the client's own certificate, when the brokers ask for one"
     key_file: str = ""
+    "PEM file of the private key of that certificate"
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
+    "how a sasl protocol proves the password"
     username: str = ""
+    "of the brokers, for a sasl protocol"
     password: str = ""
     "env:NAME or file:PATH"
     registry_ca_file: str = ""
+    "PEM file of the authority that signed the registry's certificate; empty = those of the system"
     registry_username: str = ""
+    "of the registry's basic authentication; empty = none"
     registry_password: str = ""
     "env:NAME or file:PATH"
 
@@ -48,6 +54,7 @@ class LogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     min_in_sync: int = 1
     "copies that must have an event before it counts as written"
     security: SecuritySettings = SecuritySettings()
+    "TLS and credentials of an own cluster; the embedded broker needs none"
 
 
 class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +71,9 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     steps: int = 80
     "optimizer batches of GRPO after the cold start; 0 = train until stopped"
     groups_per_batch: int = 16
+    "groups that one optimizer step is taken on"
     group_size: int = 8
+    "attempts at one task, which are compared with each other"
     staleness_max: int = 4
     "a trajectory older than this many weight versions is never trained on"
     staleness_target: int = 1

@@ -40,7 +40,7 @@ class Driver:
             advances = [self._advance(number) for number in range(len(self._stages))]
             self._log.flush()
             for (stage, _), states in zip(self._stages, self._states, strict=True):
-                _keep(stage, states)
+                keep_in_memory(stage, states)
             advanced = any(advances)
 
     def close(self) -> None:
@@ -56,8 +56,8 @@ class Driver:
         return bool(deliveries) or not reader.caught_up()
 
 
-def _keep(stage: Stage, states: dict[bytes, bytes]) -> None:
-    """What is kept can be forgotten later: memory is bounded by the horizon of the hops."""
+def keep_in_memory(stage: Stage, states: dict[bytes, bytes]) -> None:
+    """A commit whose store is a dict. What is kept can be forgotten later: memory is bounded by the horizon of the hops."""
 
     def write(key: bytes, change: Change) -> None:
         if (encoded := change.encoded) is None:

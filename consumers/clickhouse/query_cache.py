@@ -22,6 +22,9 @@ class CachedQuery:
     sql: str
     kinds: tuple[str, ...]
     seconds: float = 0.0
+    moving: tuple[str, ...] = ()
+    """parameters that move with the clock: another value alone does not make the answer anew, but neither is it kept beyond
+    `seconds` because nothing was inserted"""
 
 
 _KEPT_MAX = 1000
@@ -29,24 +32,28 @@ _KEPT_MAX = 1000
 
 
 class QueryCache:
-    """The newest answers, for each run its own. Safe to share between threads."""
+    """The newest answers, for all parameters their own. Safe to share between threads."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._kept: OrderedDict[tuple[str, str | None], tuple[float, int, QueryResult]] = OrderedDict()
+        self._kept: OrderedDict[tuple[Any, ...], tuple[float, int, QueryResult]] = OrderedDict()
         self._turn = threading.Lock()
 
     def ask(self, question: CachedQuery, parameters: Mapping[str, Any]) -> QueryResult:
-        """The answer, perhaps of a moment ago. Parameters other than `run` do not make it anew."""
+        """The answer, perhaps of a moment ago. Parameters are hashable."""
         run_id: str | None = parameters.get("run")
+        still = sorted((name, value) for name, value in parameters.items() if name not in question.moving)
+        key = (question.sql, *still)
         with self._turn:
             inserted = self.store.inserted(question.kinds, run_id)
-            kept = self._kept.get((question.sql, run_id))
-            if kept and (kept[1] == inserted or time.monotonic() < kept[0] + question.seconds):
-                return kept[2]
+            if key in self._kept:
+                asked_at, inserted_then, answer = self._kept[key]
+                is_newest = inserted_then == inserted and not question.moving
+                if is_newest or time.monotonic() < asked_at + question.seconds:
+                    return answer
             answer = self.store.ask(question.sql, parameters)
-            self._kept[question.sql, run_id] = (time.monotonic(), inserted, answer)
-            self._kept.move_to_end((question.sql, run_id))
+            self._kept[key] = (time.monotonic(), inserted, answer)
+            self._kept.move_to_end(key)
             if len(self._kept) > _KEPT_MAX:
                 self._kept.popitem(last=False)
             return answer

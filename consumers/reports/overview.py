@@ -29,8 +29,8 @@ _SERVED = CachedQuery(queries.SERVED, ("WeightsLoaded",))
 _NEWEST_VERSION = CachedQuery(queries.NEWEST_VERSION, ("WeightsPublished",))
 _COUNTS = CachedQuery(queries.COUNTS_BY_TYPE, _KINDS, seconds=3.0)
 _SESSIONS = CachedQuery(queries.SESSIONS, ("TaskSubmitted", "TrajectoryAssembled", "RewardAssigned"), seconds=3.0)
-_TOKENS = CachedQuery(queries.TOKENS_SINCE, ("TurnGenerated", "WorkerSeen"), seconds=3.0)
-_WORKERS = CachedQuery(queries.WORKERS, ("WorkerSeen",), seconds=3.0)
+_TOKENS = CachedQuery(queries.TOKENS_SINCE, ("TurnGenerated", "WorkerSeen"), seconds=3.0, moving=("since",))
+_WORKERS = CachedQuery(queries.WORKERS, ("WorkerSeen",), seconds=3.0, moving=("since",))
 
 Phase = State | Literal["starting", "demonstrations", "cold start", "evaluating", "training"]
 

@@ -37,9 +37,8 @@ from sandboxes.backends.enclosed import (
 from sandboxes.backends.launcher import DISK_MOUNT_POINT, RUNNER_FD, SECCOMP_FD
 from sandboxes.backends.processes import Launch, Launcher
 from sandboxes.limits import MEBIBYTE, Limits
+from sandboxes.machine import DEVICES
 from sandboxes.tools.tool import Tool
-
-DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 class BubblewrapBackend(EnclosedBackend):

@@ -16,12 +16,12 @@ from sandboxes.backends.cgroups import Cgroup, CgroupRoot, NoCgroups, Overhead, 
 from sandboxes.backends.channel import RunnerSandbox
 from sandboxes.backends.processes import Launcher, Process
 from sandboxes.limits import Limits
+from sandboxes.machine import require_installed
 from sandboxes.protocol import SandboxFailed, SandboxUnavailable
 from sandboxes.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
 
-SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 CLEAN_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 LIBRARIES = "/opt/libraries"
 
@@ -76,9 +76,7 @@ class EnclosedBackend(abc.ABC):
 
     def check_machine(self) -> None:
         """SandboxUnavailable, with what to do, when this machine cannot open such a sandbox."""
-        for program, package in self.programs.items():
-            if shutil.which(program, path=SYSTEM_PATH) is None:
-                raise SandboxUnavailable(f"{package} is not installed: apt-get install {package}")
+        require_installed(self.programs)
         if self.libraries is not None and not self.libraries.is_dir():
             raise SandboxUnavailable(
                 f"the libraries for tools are not installed: there is no folder {self.libraries}: make setup"

@@ -18,19 +18,17 @@ import functools
 import itertools
 import logging
 import os
-import shutil
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 import msgspec
 
 from sandboxes.backends.cgroups import Cgroup, CgroupRoot, NoCgroups, Overhead, find_cgroup_root
 from sandboxes.limits import MEBIBYTE, Limits
-from sandboxes.protocol import SandboxFailed, SandboxUnavailable
+from sandboxes.machine import DEVICES, require_installed
+from sandboxes.protocol import SandboxFailed
 
 logger = logging.getLogger(__name__)
 
-SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
-DEVICES = ("null", "zero", "full", "random", "urandom")
 TOP_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
@@ -177,6 +175,4 @@ def check_installed(as_root: bool) -> None:
     packages = {"bwrap": "bubblewrap", "prlimit": "util-linux"}
     if as_root:
         packages |= {"unshare": "util-linux", "setpriv": "util-linux", "mount": "mount"}
-    for program, package in packages.items():
-        if shutil.which(program, path=SYSTEM_PATH) is None:
-            raise SandboxUnavailable(f"{package} is not installed: apt-get install {package}")
+    require_installed(packages)

@@ -59,10 +59,6 @@ class PassRates:
                 failures += weight * float(count - rewards)
         return successes, failures
 
-    def pass_rate(self, family: str, version: int) -> float:
-        successes, failures = self.successes_and_failures(family, version)
-        return successes / (successes + failures)
-
     def worth(self, family: str, version: int, band: PassRateBand) -> float:
         """Expected p(1 - p) under a beta distribution; never 0."""
         successes, failures = self.successes_and_failures(family, version)

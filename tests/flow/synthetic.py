@@ -96,7 +96,6 @@ def rollout(
         index=index,
         seed=index,
         worker="worker",
-        sandbox=None,
         isolation="none",
         prompt_tokens=tokens(12),
         template_hash="template",

@@ -42,7 +42,6 @@ def started(attempt: str, seed: int, *prompt: int) -> RolloutStarted:
         index=0,
         seed=seed,
         worker="w",
-        sandbox=None,
         isolation="none",
         prompt_tokens=pack_tokens(list(prompt)),
         template_hash="",

@@ -30,24 +30,16 @@ from sandboxes.backends.bubblewrap import BubblewrapBackend
 from sandboxes.backends.cgroups import descendants
 from sandboxes.backends.enclosed import EnclosedBackend, EnclosedProcesses
 from sandboxes.backends.gvisor import GvisorBackend
-from sandboxes.limits import MEBIBYTE, Limits
+from sandboxes.limits import MEBIBYTE
 from sandboxes.pool import Pool
 from sandboxes.protocol import Backend, Sandbox, SandboxFailed, ToolResult
 from sandboxes.tools.registry import SHIPPED
 from sandboxes.worlds.world import WORLD_TOOLS, Table, World, set_up_world
 from tests.sandboxes.attempts import ATTEMPTS, EVERYWHERE, PRELUDE, Attempt
+from tests.sandboxes.conftest import LIMITS as TIGHT_LIMITS
 
 FIRST_UID = 1_000_000 + 16 * os.getpid()  # nobody else on this machine has these
-LIMITS = Limits(
-    cpu_seconds=5,
-    memory_bytes_max=256 * MEBIBYTE,
-    disk_bytes_max=8 * MEBIBYTE,
-    inodes_max=2000,
-    processes_max=24,
-    open_files_max=64,
-    output_bytes_max=2000,
-    call_timeout_seconds=60.0,
-)
+LIMITS = msgspec.structs.replace(TIGHT_LIMITS, cpu_seconds=5, call_timeout_seconds=60.0)
 BRIEF = msgspec.structs.replace(LIMITS, call_timeout_seconds=2.0)
 """For attempts that never end by themselves."""
 

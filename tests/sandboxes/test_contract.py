@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from sandboxes import machine
 from sandboxes.backends import ISOLATIONS, bubblewrap, channel, enclosed, lacking, open_backend
 from sandboxes.backends.bubblewrap import BubblewrapBackend
 from sandboxes.backends.channel import RunnerSandbox
@@ -89,7 +90,7 @@ async def test_put_and_get_of_a_large_file(sandbox: RunnerSandbox) -> None:
 
 
 async def test_missing_bubblewrap_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(enclosed, "SYSTEM_PATH", "/nowhere")
+    monkeypatch.setattr(machine, "SYSTEM_PATH", "/nowhere")
     with pytest.raises(SandboxUnavailable, match="bubblewrap is not installed: apt-get install bubblewrap"):
         await BubblewrapBackend(SHIPPED).open(0)
 

@@ -11,7 +11,6 @@ from sandboxes.backends.channel import RunnerSandbox
 from sandboxes.limits import Limits
 from sandboxes.pool import Pool
 from sandboxes.protocol import SandboxUnavailable
-from sandboxes.tools.answer import answer_in
 from sandboxes.tools.python import python
 from sandboxes.tools.registry import SHIPPED, toolset
 from sandboxes.tools.schema import complaint
@@ -319,16 +318,3 @@ def test_every_argument_of_every_shipped_tool_is_described() -> None:
         assert shipped.description, shipped.name
         for name, schema in shipped.parameters["properties"].items():
             assert schema.get("description"), f"{shipped.name}.{name}"
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("so <answer> 685 </answer>", "685"),
-        ("<answer>1</answer><answer>2</answer>", "1"),
-        ("<answer>1", None),
-        ("", None),
-    ],
-)
-def test_answer(text: str, answer: str | None) -> None:
-    assert answer_in(text) == answer

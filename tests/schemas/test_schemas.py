@@ -3,7 +3,7 @@
 import json
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schemas.blobs import Blobs
 from schemas.codec import EVENT_BYTES_MAX, Codec, Spilled
 from schemas.errors import Undecodable
-from schemas.events import EVENTS, Event, Meta, ToolObserved
+from schemas.events import EVENTS, ControlIssued, Event, Meta, RetiredCommand, ToolObserved
 from schemas.generate import AVRO_FOLDER, file_of, render
 from schemas.ids import derived_id, new_id
 from schemas.packed import pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
@@ -185,3 +185,10 @@ def test_ids_are_sortable_by_time_and_derived_ids_repeat() -> None:
 @given(key=st.binary(min_size=1, max_size=40))
 def test_partitions_are_those_of_the_other_clients(key: bytes) -> None:
     assert partition_of(key, 12) == (murmur2(bytearray(key)) & 0x7FFFFFFF) % 12
+
+
+@pytest.mark.parametrize("command", get_args(RetiredCommand))
+def test_a_command_that_nobody_issues_any_more_is_still_read(codec: Codec, command: RetiredCommand) -> None:
+    meta = Meta(id="c", run_id="r", category="control", topic="control", sender="operator", timestamp=1)
+    event = ControlIssued(meta=meta, command=command, version=3, requested_by="operator", reason="old")
+    assert codec.decode(codec.encode(event), "control") == event

@@ -41,7 +41,7 @@ def test_what_was_seen_counts_half_after_a_half_life() -> None:
 def test_outside_of_the_band_a_family_keeps_a_share_of_its_chance() -> None:
     seen = rates(("a", 0, 1.0, 8))
     band = PassRateBand(low=0.2, high=0.8, outside=0.25)
-    assert seen.pass_rate("a", 0) == 0.9
+    assert seen.successes_and_failures("a", 0) == (9.0, 1.0)
     assert seen.worth("a", 0, band) == pytest.approx(0.25 * seen.worth("a", 0, ALL))
 
 

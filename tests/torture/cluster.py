@@ -6,7 +6,6 @@ credentials and ACLs of its own for every program.
 
 import random
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +17,11 @@ from schemas.programs import OPERATOR
 from schemas.run import LogSettings, Run
 from streams.log.connect import open_log
 from tests.flow.synthetic import groups
-from tests.torture.kills import PATIENCE_SECONDS, Verdict, example_job, judged
+from tests.torture.kills import Verdict, example_job, judged, kill_until_finished
 from tests.torture.oracle import Batches, PartitionComparison, compared, events_of, judged_batches, undisturbed
 from tests.torture.programs import Program, cut_program, streams_program
 from tests.torture.progress import tell
-from tests.torture.running import Running, running
+from tests.torture.running import running
 from tests.torture.scenario import GROUPS_PER_BATCH, flowing, kill_all, taught_by, troubled_run
 from tests.torture.secure_field import SecureField, secure_field
 from tests.torture.stopping import await_that
@@ -50,7 +49,14 @@ def train_on_cluster(folder: Path, kills_wanted: int, seed: int, steps: int) -> 
         job.write_text(job.read_text() + toml_of(field.run_of(TENANT).log))
         with running(folder, job, "--seed", str(seed)) as tortured:
             began = time.monotonic()
-            kills = _kill_until_finished(field, tortured, chance, kills_wanted)
+            # with two of three replicas required, a broker that is killed before the last one has caught up stops all writing:
+            # that would be two faults at once
+            kills = kill_until_finished(
+                tortured,
+                lambda: chance.uniform(2.0, 6.0),
+                kills_wanted,
+                lambda: _kill_one(field, chance) if field.is_in_sync() else None,
+            )
             summary = tortured.page.finish().summary
             run = tortured.resolved.run_of("judge", OPERATOR)
             log = open_log(run)
@@ -161,22 +167,3 @@ mechanism = "{security.mechanism}"
 username = "{security.username}"
 password = "{security.password}"
 """
-
-
-def _kill_until_finished(
-    field: SecureField, tortured: Running, chance: random.Random, kills_wanted: int
-) -> Counter[str]:
-    """One broker at a time, each started again and left until it is in sync, until the run has finished."""
-    kills: Counter[str] = Counter()
-    until = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        assert time.monotonic() < until, f"the run does not end after {kills.total()} kills of brokers"
-        time.sleep(chance.uniform(2.0, 6.0))
-        overview = tortured.page.overview()
-        if overview is not None and overview.finished:
-            return kills
-        # with two of three replicas required, a broker that is killed before the last one has caught up stops all writing:
-        # that would be two faults at once
-        if kills.total() < kills_wanted and field.is_in_sync():
-            kills[_kill_one(field, chance)] += 1
-            tell(f"cluster: {kills.total()} of {kills_wanted} brokers killed")

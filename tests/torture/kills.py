@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ def torture(folder: Path, kills_wanted: int, seed: int, steps: int) -> Verdict:
     chance = random.Random(seed)
     with running(folder, example_job(folder, steps), "--seed", str(seed)) as tortured:
         began = time.monotonic()
-        kills = _kill_until_finished(tortured, chance, kills_wanted)
+        kills = kill_until_finished(
+            tortured, lambda: chance.uniform(0.5, 4.0), kills_wanted, lambda: _kill_one(tortured, chance)
+        )
         summary = tortured.page.finish().summary
         run = tortured.resolved.run_of("judge")
         log = open_log(run)
@@ -73,26 +76,34 @@ def example_job(folder: Path, steps: int) -> Path:
     return path
 
 
-def _kill_until_finished(tortured: Running, chance: random.Random, kills_wanted: int) -> Counter[str]:
-    """Kills now and then until the run has finished; when enough were killed it is let alone."""
-    names = [*(program.name for program in PROGRAMS), MONITOR]
+def kill_until_finished(
+    tortured: Running, pauses: Callable[[], float], kills_wanted: int, kill: Callable[[], str | None]
+) -> Counter[str]:
+    """Kills after every pause, in seconds, until the run has finished; when enough were killed it is let alone. `kill` says
+    whom it killed, if anybody."""
     kills: Counter[str] = Counter()
     until = time.monotonic() + PATIENCE_SECONDS
     while True:
         assert time.monotonic() < until, f"the run does not end after {kills.total()} kills: {kills}"
-        time.sleep(chance.uniform(0.5, 4.0))
+        time.sleep(pauses())
         overview = tortured.page.overview()
         if overview is not None and overview.finished:
             return kills
-        if kills.total() >= kills_wanted:
-            continue
-        victim = "kafka" if chance.random() < _BROKER_SHARE else chance.choice(names)
-        state = tortured.states().get(victim)
-        if state is not None and state.state == "RUNNING":
-            os.kill(state.pid, signal.SIGKILL)
-            kills[victim] += 1
-            if kills.total() % 10 == 0:
-                tell(f"kills: {kills.total()} of {kills_wanted}")
+        if kills.total() < kills_wanted and (killed := kill()) is not None:
+            kills[killed] += 1
+            if kills.total() % 10 == 0 or kills.total() == kills_wanted:
+                tell(f"{kills.total()} of {kills_wanted} kills")
+
+
+def _kill_one(tortured: Running, chance: random.Random) -> str | None:
+    """A program, or the broker; None when it does not run just now."""
+    names = [*(program.name for program in PROGRAMS), MONITOR]
+    victim = "kafka" if chance.random() < _BROKER_SHARE else chance.choice(names)
+    state = tortured.states().get(victim)
+    if state is None or state.state != "RUNNING":
+        return None
+    os.kill(state.pid, signal.SIGKILL)
+    return victim
 
 
 def judged(log: Log, run: Run, kills: Counter[str], seconds: float, summary: dict[str, Any]) -> Verdict:

@@ -10,7 +10,7 @@ from safetensors.torch import load as load_safetensors
 from tokenizers import Tokenizer
 
 from schemas.errors import BadInput, BlobDamaged
-from schemas.events import TrajectoryAssembled
+from schemas.events import Context, TrajectoryAssembled
 from schemas.packed import pack_logprobs, unpack_logprobs, unpack_tokens
 from tests.trainer.episodes import assembled, played
 from trainer.base_model import WEIGHTS
@@ -122,6 +122,16 @@ def test_demonstrations_that_did_not_end_by_themselves_teach_nothing(
     assert report.metrics["trajectories_refused"] == 3
     with pytest.raises(BadInput, match="no demonstration"):
         engine(model_files).sft([infra, cancelled], ignored)
+
+
+def test_a_trajectory_of_a_team_counts_once(
+    model_files: dict[str, bytes], demonstrations: list[TrajectoryAssembled]
+) -> None:
+    first, *rest = demonstrations
+    second_turn = max(place for place, mask in enumerate(first.loss_mask) if mask and not first.loss_mask[place - 1])
+    contexts = [Context(start=0, agent="ann"), Context(start=second_turn - 1, agent="bob")]
+    metrics = engine(model_files).sft([replace(first, contexts=contexts), *rest], ignored).metrics
+    assert (metrics["trajectories"], metrics["trajectories_refused"]) == (60, 0)
 
 
 def test_learning_rates_warm_up_and_fall_to_the_final_share() -> None:

@@ -43,13 +43,14 @@ class TorchEngine:
         episodes = demonstrations_of(demonstrations, model.vocabulary_size)
         ready = time.monotonic()
         figures = fine_tune(model, episodes, self._settings.sft, self._seed, progress)
+        learned = len({episode.trajectory_id for episode in episodes})  # a team's trajectory has several episodes
         metrics = {
             "loss": figures.loss_last,
             "loss_first": figures.loss_first,
             "steps": float(self._settings.sft.steps),
             "tokens": float(figures.tokens),
-            "trajectories": float(len(episodes)),
-            "trajectories_refused": float(len(demonstrations) - len(episodes)),
+            "trajectories": float(learned),
+            "trajectories_refused": float(len(demonstrations) - learned),
         }
         return StepReport(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
 
