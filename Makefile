@@ -1,6 +1,6 @@
 # Replayground. `make` lists what can be made. All logic is in Python: deploy/install.py sets up, `replayground` does the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup run up down status test check bench escapes torture lock clean distclean
+.PHONY: help setup run up down status test check docs bench escapes torture lock clean distclean
 
 PACKAGES := replayground schemas producers sandboxes streams trainer consumers deploy tests
 BIN := .venv/bin
@@ -19,6 +19,11 @@ check: setup ## format, lint, types and imports
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary $(PACKAGES) bench
 	@$(BIN)/lint-imports > /dev/null || $(BIN)/lint-imports
+
+docs: setup ## write the reference from source, then build the documentation into site/ (dead links are errors)
+	@$(BIN)/python -m deploy.documentation
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo site/index.html
 
 bench: setup ## measure this system beside its peers and the bare parts (ARGS="--quick")
 	@$(BIN)/python -m bench $(ARGS)
@@ -45,7 +50,7 @@ lock: ## resolve the Python environment anew and write requirements.lock
 	@python3 deploy/install.py lock
 
 clean: ## remove what the tools left behind (environment, downloads and the field stay)
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis site
 	find $(PACKAGES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## also remove the environment and the downloads (the field stays)

@@ -119,9 +119,20 @@ class TerminalView:
         self._live.stop()
 
     def show(self, overview: Overview, states: Mapping[str, ProgramState], restarts: Mapping[str, int]) -> None:
-        body = Group(*_bars(overview), Text(), _figures(overview), Text(), _stages(overview, states, restarts))
-        footer = f"{self._page_url} · Ctrl-C drains and stops the run"
-        self._live.update(Panel(body, title=self._title, subtitle=footer, padding=(1, 2)))
+        self._live.update(panel(self._title, self._page_url, overview, states, restarts))
+
+
+def panel(
+    title: str,
+    page_url: str,
+    overview: Overview,
+    states: Mapping[str, ProgramState],
+    restarts: Mapping[str, int],
+) -> Panel:
+    """How the run stands, as the terminal shows it."""
+    body = Group(*_bars(overview), Text(), _figures(overview), Text(), _stages(overview, states, restarts))
+    footer = f"{page_url} · Ctrl-C drains and stops the run"
+    return Panel(body, title=title, subtitle=footer, padding=(1, 2))
 
 
 def _bars(overview: Overview) -> list[Table]:

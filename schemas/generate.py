@@ -4,20 +4,18 @@ python -m schemas.generate                  after a change of schemas/events.py
 python -m schemas.generate release 0.2.0    when a version is released: every later one must read it and be read by it
 """
 
-import ast
 import inspect
 import json
 import re
 import sys
 import types
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from schemas import events
 from schemas.events import EVENTS, Event
+from schemas.sentences import sentences
 
 NAMESPACE = "replayground"
 AVRO_FOLDER = Path(__file__).parent / "avro"
@@ -44,7 +42,7 @@ def render(event_class: type[Event]) -> str:
 
 def _record(struct: type[msgspec.Struct], defined: set[str]) -> dict[str, Any]:
     defined.add(struct.__name__)
-    docs = _field_docs().get(struct.__name__, {})
+    docs = sentences(struct)
     fields = [_field(field, docs.get(field.name), defined) for field in msgspec.structs.fields(struct)]
     return {
         "type": "record",
@@ -83,21 +81,6 @@ def _type(annotation: Any, defined: set[str]) -> Schema:
     if annotation.__name__ in defined:
         return f"{NAMESPACE}.{annotation.__name__}"
     return _record(annotation, defined)
-
-
-@cache
-def _field_docs() -> dict[str, dict[str, str]]:
-    """The strings that stand under the fields of schemas.events."""
-    tree = ast.parse(inspect.getsource(events))
-    return {node.name: _docs_of(node) for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _docs_of(node: ast.ClassDef) -> dict[str, str]:
-    docs: dict[str, str] = {}
-    for field, following in zip(node.body, node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(following, ast.Expr):
-            docs[field.target.id] = ast.literal_eval(following.value)
-    return docs
 
 
 def write(folder: Path) -> None:

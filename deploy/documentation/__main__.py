@@ -1,0 +1,20 @@
+"""Writes docs/reference and docs/topics.md from source: `python -m deploy.documentation`."""
+
+from pathlib import Path
+
+from deploy.documentation.reference import pages
+from schemas.programs import page as topics_page
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def main() -> None:
+    (DOCS / "topics.md").write_text(topics_page())
+    for name, text in pages().items():
+        path = DOCS / "reference" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

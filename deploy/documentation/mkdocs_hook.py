@@ -1,0 +1,72 @@
+"""What MkDocs is told beyond mkdocs.yml: the site has the layout of the repository, so nothing is copied or rewritten.
+
+on_files            pages of docs/ keep their path, pages elsewhere that the navigation names join them, and so does every
+                    source file that a page links to
+on_page_markdown    a link to a folder, which a static site cannot show, becomes a link to its README.md, or plain text
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import TracesClient
+
+ROOT = Path(__file__).resolve().parents[2]
+_LINK = re.compile(r"(!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Takes the files of docs/ to their paths in the repository and adds what lies outside of docs/."""
+    for file in [file for file in files if file.src_dir == config.docs_dir]:
+        files.remove(file)
+        _add(files, config, f"docs/{file.src_uri}")
+    for path in _named(config.nav):
+        _add(files, config, path)
+    for page in list(files.documentation_pages()):
+        for path in _linked(page.src_uri, page.content_string):
+            if path.suffix != ".md" and (ROOT / path).is_file():
+                _add(files, config, path.as_posix())
+    return files
+
+
+def on_page_markdown(markdown: str, page: TracesClient, config: MkDocsConfig, files: Files) -> str:
+    """Resolves links to folders."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def resolve(link: re.Match[str]) -> str:
+        target = link["target"]
+        if "://" in target or not (ROOT / folder / target).is_dir():
+            return link[0]
+        if (ROOT / folder / target / "README.md").is_file():
+            return f"[{link['text']}]({target.rstrip('/')}/README.md)"
+        return link["text"]
+
+    return _LINK.sub(resolve, markdown)
+
+
+def _add(files: Files, config: MkDocsConfig, path: str) -> None:
+    if files.get_file_from_path(path) is None and (ROOT / path).is_file():
+        files.append(File(path, str(ROOT), config.site_dir, config.use_directory_urls))
+
+
+def _named(nav: Any) -> Iterator[str]:
+    """Every path in the navigation."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, dict):
+        for inner in nav.values():
+            yield from _named(inner)
+    elif nav is not None:
+        for inner in nav:
+            yield from _named(inner)
+
+
+def _linked(page: str, markdown: str) -> Iterator[Path]:
+    """Every relative link of a page, as a path in the repository."""
+    for link in _LINK.finditer(markdown):
+        if "://" not in link["target"]:
+            yield Path(posixpath.normpath(posixpath.join(posixpath.dirname(page), link["target"])))
