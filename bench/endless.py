@@ -9,6 +9,7 @@ size the run goes on for a batch and for what was waiting, some 2,500 trajectori
 import shutil
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from schemas.codec import Codec
 from schemas.events import SnapshotTaken, WeightsPublished
 from schemas.registry import ConfluentRegistry
 from schemas.run import Run
+from streams.config import StreamsSettings
 from streams.log.kafka import KafkaLog
 
 _RUN_ID = "endless"
@@ -82,6 +84,9 @@ class Endless:
         Counter(self.log, "messages").settle(lambda: None)
         self.kill_all()
         shutil.rmtree(self.folder / "state")
+        # a group gives the partitions of a killed member to the next one when its session has expired: measured here is what
+        # comes after that, which is the part that could grow
+        time.sleep(StreamsSettings().session_timeout_seconds)
         restarts["streams"] = self._restart("streams", "trajectories")
         Counter(self.log, "groups").settle(self._require_alive)
         restarts["cut"] = self._restart("cut", "batches")
@@ -232,12 +237,12 @@ def _newest_weights(log: KafkaLog, run: Run) -> WeightsPublished:
 
 
 def _snapshot_bytes(log: KafkaLog, run: Run, program: str) -> int:
-    """Of the newest one; 0 for a program that takes none."""
+    """Of the newest one as it stands on the log; 0 for a program that takes none."""
     size_bytes = 0
     for message in log.messages(["snapshots"], run.start):
         event = log.codec.decode(message.value, "snapshots") if message.value else None
         if isinstance(event, SnapshotTaken) and event.program == program:
-            size_bytes = len(event.state)
+            size_bytes = len(message.value or b"")
     return size_bytes
 
 

@@ -45,15 +45,6 @@ class LocalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     controller_port: int = 0
     "Kafka's own, for its metadata"
     registry_port: int = 0
-<<<<<<< HEAD
-    "where clients ask for schemas"
-    registry_management_port: int = 0
-    "where the registry tells whether it is healthy"
-    kafka_heap_mebibytes: int = 512
-    "Java heap of the broker"
-    registry_heap_mebibytes: int = 384
-    "Java heap of the registry"
-=======
     "the Confluent API of the embedded registry"
     registry_management_port: int = 0
     "health of the embedded registry"
@@ -61,7 +52,6 @@ class LocalSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     "heap of the broker's Java machine"
     registry_heap_mebibytes: int = 384
     "heap of the registry's Java machine"
->>>>>>> 44dfbf8a2b9deba8e491cfaf78a7d8e10f8c3abd
     disk_free_bytes_min: int = 2 * 1024**3
     "field and runs do not start, and stop orderly, when the disk has less room than this"
 

@@ -94,17 +94,6 @@ class Sampling(Value, frozen=True, kw_only=True):
     """How turns are drawn from the policy."""
 
     temperature: float = 1.0
-<<<<<<< HEAD
-    "0 = greedy"
-    top_p: float = 1.0
-    "the next token is drawn from the likeliest that have this much probability together; 1 = from all"
-    max_tokens_per_turn: int = 64
-    "a turn is cut off after so many"
-    turns_max: int = 6
-    "turns of one agent without an answer; then turn_limit"
-    tokens_max: int = 512
-    "tokens of the context of one agent; then token_limit"
-=======
     "divides the logits before a token is drawn; 0 takes the likeliest token"
     top_p: float = 1.0
     "tokens are drawn from the likeliest ones that have this share of the probability; 1 = from all"
@@ -114,7 +103,6 @@ class Sampling(Value, frozen=True, kw_only=True):
     "turns of one agent in an attempt; when they are used up it ends by turn_limit"
     tokens_max: int = 512
     "tokens that one agent reads and says in an attempt; what goes beyond ends it by token_limit"
->>>>>>> 44dfbf8a2b9deba8e491cfaf78a7d8e10f8c3abd
 
 
 class Task(Value, frozen=True, kw_only=True):

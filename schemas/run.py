@@ -19,39 +19,23 @@ class SecuritySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     protocol: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
-<<<<<<< HEAD
-    "whether connections are encrypted (ssl), and whether the client says who it is (sasl)"
-=======
     "whether connections to the brokers are encrypted (ssl) and whether clients log in (sasl)"
->>>>>>> 44dfbf8a2b9deba8e491cfaf78a7d8e10f8c3abd
     ca_file: str = ""
     "PEM file of the authority that signed the brokers' certificates; empty = those of the system"
     certificate_file: str = ""
     "PEM file of the client's own certificate, when the brokers ask for one"
     key_file: str = ""
-<<<<<<< HEAD
-    "PEM file of the private key of that certificate"
-    mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
-    "how a sasl protocol proves the password"
-    username: str = ""
-    "of the brokers, for a sasl protocol"
-=======
     "PEM file of the key of that certificate"
     mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = "SCRAM-SHA-512"
     "how clients log in, with sasl_plaintext and sasl_ssl"
     username: str = ""
     "who logs in"
->>>>>>> 44dfbf8a2b9deba8e491cfaf78a7d8e10f8c3abd
     password: str = ""
     "env:NAME or file:PATH"
     registry_ca_file: str = ""
     "PEM file of the authority that signed the registry's certificate; empty = those of the system"
     registry_username: str = ""
-<<<<<<< HEAD
-    "of the registry's basic authentication; empty = none"
-=======
     "who logs in to the registry, by basic authentication; empty = nobody"
->>>>>>> 44dfbf8a2b9deba8e491cfaf78a7d8e10f8c3abd
     registry_password: str = ""
     "env:NAME or file:PATH"
 
@@ -70,11 +54,7 @@ class LogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     min_in_sync: int = 1
     "copies that must have an event before it counts as written"
     security: SecuritySettings = SecuritySettings()
-<<<<<<< HEAD
-    "TLS and credentials of an own cluster; the embedded broker needs none"
-=======
     "encryption and credentials of the clients"
->>>>>>> 44dfbf8a2b9deba8e491cfaf78a7d8e10f8c3abd
 
 
 class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,15 +71,9 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     steps: int = 80
     "optimizer batches of GRPO after the cold start; 0 = train until stopped"
     groups_per_batch: int = 16
-<<<<<<< HEAD
-    "groups that one optimizer step is taken on"
-    group_size: int = 8
-    "attempts at one task, which are compared with each other"
-=======
     "groups that one optimizer batch is cut from"
     group_size: int = 8
     "attempts at one training task, whose rewards are compared with each other"
->>>>>>> 44dfbf8a2b9deba8e491cfaf78a7d8e10f8c3abd
     staleness_max: int = 4
     "a trajectory older than this many weight versions is never trained on"
     staleness_target: int = 1
