@@ -119,6 +119,7 @@ class Cutter:
             logger.info("batch_cut", index=self._state.index_next - 1)
 
     def _commit(self, batches: Sequence[Event], reader: Reader) -> None:
+        assert len(batches) == 1, "a delivery completes at most one batch"
         events = list(batches)
         if self._is_snapshot_due(batches):
             events.append(self._snapshot())

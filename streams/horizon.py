@@ -85,12 +85,14 @@ class KeyOrder:
 
     def add(self, entry: Entry) -> None:
         """As the newest."""
+        assert entry.key not in self._numbers, "a key with two numbers would leave an entry that is never forgotten"
         self._numbers[entry.key] = self._next
         self._entries.append(entry)
         self._next += 1
 
     def oldest(self) -> Entry:
         """Of an order that is not empty."""
+        assert self._numbers, "an empty order has no oldest key"
         while (entry := self._entries[self._oldest - self._stored_ends.oldest]) is None:
             self._oldest += 1
         return entry
@@ -102,6 +104,8 @@ class KeyOrder:
     def changes(self) -> OrderWrites | None:
         """What was not stored yet; None when nothing has changed."""
         stored, ends = self._stored_ends, OrderBounds(self._oldest, self._next)
+        assert stored.oldest <= ends.oldest <= ends.next, "numbers only grow"
+        assert len(self._entries) == ends.next - stored.oldest, "entries start at the oldest number that is stored"
         if stored == ends:
             return None
         first_used = self._oldest // self._block_entries
@@ -116,6 +120,7 @@ class KeyOrder:
 
     def mark_stored(self, writes: OrderWrites) -> None:
         """These are written."""
+        assert self._stored_ends.oldest <= writes.ends.oldest <= writes.ends.next <= self._next
         for _ in range(writes.ends.oldest - self._stored_ends.oldest):
             self._entries.popleft()
         self._stored_ends = writes.ends

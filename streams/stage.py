@@ -41,6 +41,7 @@ class Change:
     @property
     def encoded(self) -> bytes | None:
         """As it is stored: the offset of the message, then the state."""
+        assert self.address.offset >= 0, "a negative offset stands for a key without a state"
         return None if self.state is None else _OFFSET.pack(self.address.offset) + msgspec.msgpack.encode(self.state)
 
 
@@ -149,6 +150,7 @@ class Stage:
             if not self._progress.is_committed(address.partition, self._newest_offset(oldest.key)):
                 break
             order.drop_oldest()
+            assert oldest.key not in order, "a forgotten key must not keep a place in the order"
             self._changed[oldest.key] = Change(None, address, cause)
             if is_open:
                 rejects.append(self._give_up(oldest, address))
@@ -178,6 +180,8 @@ class Stage:
 
     def write_states(self, write: Write) -> None:
         """Hands every state that was to be kept to `write`, in an order in which a kill between any two does no harm."""
+        assert self._order_writes.keys() <= self._orders.keys(), "the order of a revoked partition would be written"
+        # The order is written before the states: a state that no order names would never be forgotten.
         for partition, writes in self._order_writes.items():
             self._write_order(partition, writes.before, write)
         for key, change in self._committing.items():

@@ -79,6 +79,7 @@ class CutGroups:
         if self._batches_max is not None and state.index_next >= self._batches_max:
             return Outcome(state)
         self._take(state, event, event.meta.group_id, address)
+        assert len(state.waiting) <= self._groups_per_batch, "a batch is cut as soon as enough groups wait"
         if len(state.waiting) < self._groups_per_batch:
             return Outcome(state)
         batch = self._batch(state)
@@ -114,6 +115,7 @@ class CutGroups:
 
     def _next_state(self, state: CutState, batch: BatchCut) -> CutState:
         """The state once this batch is on the log: what it names is seen, and what is too old by now is forgotten."""
+        assert batch.index == state.index_next, "batches are numbered without a gap"
         ceiling, seen, floor = batch.policy_ceiling, state.seen, state.floor
         for group_id in (*batch.groups, *batch.groups_stale, *batch.groups_passed):
             seen[group_id] = ceiling

@@ -119,6 +119,7 @@ class AssembleTrajectories:
             if attempt is None:
                 return Outcome(state, refused="an attempt ended that never started")
             rest = {name: other for name, other in state.attempts.items() if name != attempt_id}
+            assert attempt_id not in state.ended, "an attempt ends once"
             trajectory = _assemble(attempt, event)
             is_closed = state.is_closed or event.ended_by != "infra_error"
             return Outcome(
@@ -238,6 +239,7 @@ def _read(
 def _assemble(attempt: PartialTrajectory, ended: RolloutEnded) -> TrajectoryAssembled:
     started = attempt.started
     attempt = _by_context(_without_teachers(attempt))
+    assert len(attempt.logprobs) == 4 * len(attempt.loss_mask), "each token has one log-probability and one mask"
     versions = [segment.policy_version for segment in attempt.segments if segment.policy_version is not None]
     return TrajectoryAssembled(
         meta=_meta(ended, min(versions, default=None)),

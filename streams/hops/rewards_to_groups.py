@@ -60,11 +60,13 @@ class GroupRewards:
         return Outcome(GroupState(completed=True), (self._complete(state),))
 
     def _complete(self, state: GroupState) -> GroupCompleted:
+        assert state.filled, "a group has at least one member"
         chosen = [list(state.members[index][state.filled[index]].values()) for index in sorted(state.filled)]
         valid = [_total(rewards) for rewards in chosen if _is_valid(rewards)]
         dropped = drop_reason(valid)
         by_valid = iter(advantages(valid, self._advantage) if dropped is None else [0.0] * len(valid))
         members = [_member(rewards, next(by_valid) if _is_valid(rewards) else 0.0) for rewards in chosen]
+        assert next(by_valid, None) is None, "each advantage belongs to one valid member"
         return GroupCompleted(
             # whichever reward came last, the fact is the same: the newest one stands for all
             meta=_meta(max((reward for rewards in chosen for reward in rewards), key=_age), members),
