@@ -1,7 +1,7 @@
 """The reloader: brings every server to the weights that the log asks for, verified, and says so on the log.
 
     targets   (pure)  weights and control, folded: which version should be served now; bounded, and kept in snapshots
-    Keeper            one thread a server: asks what it serves, brings it to the target, retries with back-off
+    ServerSync        one thread per server: asks what it serves, loads the target version, retries with back-off
     bring             unpack → pause → reload → reset the prefix cache → probe → label → resume, every answer checked
 
 A server's version label is set only after the probe agreed, and a server is resumed only after its label is set: so a
@@ -48,7 +48,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Hold(Struct, frozen=True):
-    """Somebody needs this version to stay."""
+    """A session needs this version to stay served."""
 
     version: int
     session_id: str | None
@@ -128,7 +128,7 @@ def _release(holds: tuple[Hold, ...], released: Hold) -> tuple[Hold, ...]:
 
 
 class LatestTargets:
-    """The newest targets, for the keepers to wait on."""
+    """The newest targets; the sync threads wait on it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -145,7 +145,7 @@ class LatestTargets:
             return self._targets
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """Wakes every waiter for good."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -183,7 +183,7 @@ def serve(
         try:
             follow(log, run, settings, latest_targets, sync_threads, reporter, stop)
         finally:
-            stop.set()  # an error here must not leave keepers behind that hold the process open
+            stop.set()  # sync threads are not daemons: left running after an error, they would keep the process alive
             latest_targets.close()
             for sync_thread in sync_threads:
                 if sync_thread.ident is not None:
@@ -204,7 +204,7 @@ def follow(
     reporter: "Reporter",
     stop: threading.Event,
 ) -> None:
-    """Reads the log into the mailbox; keepers start when the past is known, or an old version would be loaded first."""
+    """Folds the log into the targets. Sync threads start once it is caught up; earlier they would load an old version."""
     following = TargetReader(log, run, settings.skipped_versions_max + 2)
     try:
         while not stop.is_set():
@@ -291,7 +291,7 @@ def _is_of(event: WeightsPublished, run: Run, version: int) -> bool:
 
 
 class Reporter:
-    """Appends WeightsLoaded events and snapshots; shared by the keepers and who follows the log."""
+    """Appends WeightsLoaded events and snapshots; shared by the sync threads and the thread that reads the log."""
 
     def __init__(self, log: Log, run: Run, program_metrics: ProgramMetrics) -> None:
         self._log = log
@@ -375,7 +375,7 @@ class ServerSync:
             if not self._serves(wanted.version):
                 self._load_versions(targets.skipped(self._server, self._settings.skipped_versions_max), wanted)
         except ServerUnreachable as error:
-            # a server that starts or restarts is no refusal: there is nobody yet who could refuse
+            # a server that is starting has refused nothing, so this counts neither as a failure nor towards the back-off
             self._log.info("server_unreachable", reason=str(error))
             return self._settings.poll_seconds
         except (ServerRefused, BlobDamaged, LogUnavailable, OSError) as error:
@@ -388,11 +388,11 @@ class ServerSync:
         return self._settings.poll_seconds
 
     def _serves(self, version: int) -> bool:
-        """The label is given only to verified weights, so label and no pause together prove it."""
+        """A server is labelled only after verification, so its label and the absence of a pause prove its weights."""
         return self._admin.weight_version() == str(version) and not self._admin.is_paused()
 
     def _load_versions(self, skipped: Sequence[WeightsPublished], wanted: WeightsPublished) -> None:
-        """Loads what was passed over and then the wanted version in one pause; resumes only when that one is proven."""
+        """Loads the skipped versions and then the wanted one within one pause. Resumes only after the wanted one is verified."""
         folders = [(published, self._unpack(published)) for published in (*skipped, wanted)]
         folder = folders[-1][1]
         if folder is None:
@@ -405,14 +405,15 @@ class ServerSync:
         gap = self._report_refusal(wanted, began, lambda: self._load(wanted, folder))
         self._report_refusal(wanted, began, lambda: self._admin.set_weight_version(str(wanted.version)))
         seconds = time.monotonic() - began
-        # told before it is resumed: if telling fails, the server stays paused and all of this is done again
+        # Reported before the resume: if the append fails, the server stays paused and the load is repeated. The other order
+        # could serve weights that the log does not know of.
         self._reporter.report_loaded(self._server, wanted, gap, seconds, None)
         self._report_refusal(wanted, began, self._admin.resume)
         self._log.info("weights_loaded", version=wanted.version, probe_gap=gap, seconds=round(seconds, 3))
         self._folder.keep_newest(self._settings.folders_kept)
 
     def _unpack(self, published: WeightsPublished) -> Path | None:
-        """Done before the pause, since sampling stands still in it. A damaged version is a refusal."""
+        """Runs before the pause, in which sampling stops. A damaged version is reported as a refusal."""
         try:
             return self._folder.unpack(published)
         except BlobDamaged as error:
@@ -448,7 +449,7 @@ class ServerSync:
         return gap
 
     def _report_refusal[Result](self, wanted: WeightsPublished, began: float, action: Callable[[], Result]) -> Result:
-        """Does it; a refusal goes onto the log before it goes up. The server then stays paused: it is out."""
+        """Runs the action. A refusal is written to the log before it is raised again; the server stays paused."""
         try:
             return action()
         except ReplaygroundError as error:
@@ -457,7 +458,7 @@ class ServerSync:
 
 
 def _gap(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The greatest difference; endless when one of them is no number."""
+    """The greatest difference; infinite when one of them is not a number."""
     if len(found) != len(expected):
         raise ServerRefused(f"the probe has {len(expected)} log-probabilities and the server gave {len(found)}")
     differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]

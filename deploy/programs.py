@@ -1,7 +1,7 @@
 """The process map: every program, in the order of the flow, and the function that runs it. What each reads and writes on the
 log is declared in schemas.programs under the same names.
 
-    run(run: Run, settings: <its section of the config>, pulse: ProgramMetrics, stop: threading.Event) -> None
+    run(run: Run, settings: <its section of the config>, program_metrics: ProgramMetrics, stop: threading.Event) -> None
 
 Modules are imported when a program is served, not before: `replayground --help` needs no torch.
 """

@@ -2,7 +2,7 @@
 
 logs        structlog, one JSON object a line on stderr; the last line of a bad input is plain, for people
 stop        SIGTERM and SIGINT set an event; the program drains and returns; exit code 0
-heartbeat   WorkerSeen on the control topic every few seconds, from the program's pulse and the process itself
+heartbeat   WorkerSeen on the control topic every few seconds, from the program's metrics and the process itself
 health      /healthz and /metrics (Prometheus) on a port of [harness] bind, which is loopback unless it is set
 stall       work is waiting and none is taken: an error in the log, /healthz fails, and a stage of the streams is ended
 retention   what a group of the run has not read is about to be forgotten by the broker: an error in the log, and how long

@@ -1,8 +1,8 @@
-"""What an operator has called off, and how a rollout under way is told.
+"""What an operator cancelled, and how a running rollout is ended.
 
 `ControlIssued(command="cancel")` names what it is about by its envelope: one task (task_id), one session (session_id), or
-neither, which is the whole run. A session or a run is called off up to the moment of the command: what is submitted later
-goes on. To stop for good, drain as well.
+neither, which is the whole run. A cancelled session or run covers what was submitted before the command; what
+is submitted later runs. To stop for good, drain as well.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Cancellations:
         return True
 
     def covers(self, meta: Meta) -> bool:
-        """Whether a request with this envelope is called off."""
+        """Whether a request with this envelope is cancelled."""
         return self.covers_task(meta.task_id, meta.session_id, meta.timestamp)
 
     def covers_task(self, task_id: str | None, session_id: str | None, submitted_at: int) -> bool:
@@ -78,11 +78,11 @@ def _note(times: dict[str, int], name: str, at: int) -> None:
 
 
 class CancelHandle:
-    """The way to end one rollout before its time: its deadline is brought forward to now."""
+    """Ends one rollout early, by moving its deadline to now."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        "why it was called off; None = it was not"
+        "why it was cancelled; None = it was not"
         self._timeout: asyncio.Timeout | None = None
 
     def bind(self, timeout: asyncio.Timeout) -> None:
@@ -92,7 +92,7 @@ class CancelHandle:
             self.cancel(self.reason)
 
     def cancel(self, reason: str) -> None:
-        """Call it on the event loop of the rollout. What has ended is left as it is."""
+        """Call it on the event loop of the rollout. Does nothing when the rollout has ended."""
         self.reason = reason
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())

@@ -22,7 +22,7 @@ USER = "user"
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """Who speaks: the policy of the rollout's purpose, and other models by name."""
+    """The policy for the rollout's purpose, and other models by name."""
 
     policy: Policy
     models: Mapping[str, Policy]
@@ -41,7 +41,7 @@ class Ensemble:
     """The agents of one rollout."""
 
     def __init__(self, task: Task, agent_catalog: AgentCatalog, policies: Policies, rollout: Rollout) -> None:
-        """`task.agent` is an agent or a topology of the cast."""
+        """`task.agent` is an agent or a topology of the catalog."""
         self._task = task
         self._agent_catalog = agent_catalog
         self._policies = policies
@@ -70,7 +70,7 @@ class Ensemble:
         return Participant(self._rollout, agent, self._policies.of(agent), said, tools, peer_tools)
 
     async def _run(self, name: str, agent_message: AgentMessage) -> str:
-        """What an agent or a topology answers to a word."""
+        """The answer of an agent or a topology to a message."""
         if name in self._agent_catalog.agents:
             return await self._ask(name, agent_message)
         topology = self._agent_catalog.topologies[name]
@@ -96,7 +96,7 @@ class Ensemble:
         branches = [asyncio.ensure_future(self._run(step, agent_message)) for step in parallel.steps]
         try:
             answers = await asyncio.gather(*branches)
-        finally:  # when one cannot go on, nobody waits for the others
+        finally:  # when one branch fails, the others are cancelled instead of awaited
             await self._cancel_branches(branches)
         return "\n".join(f"{step}: {answer}" for step, answer in zip(parallel.steps, answers, strict=True))
 
@@ -118,7 +118,7 @@ class Ensemble:
         return draft
 
     async def _ask(self, name: str, agent_message: AgentMessage) -> str:
-        """The answer of an agent, or of whoever it handed the task to."""
+        """The answer of an agent, or of the agent it handed the task to."""
         participant = self._deliver(self.participant(name), agent_message)
         while True:
             said = await participant.run_until_reply()
@@ -150,7 +150,7 @@ class Ensemble:
         leader.receive(AgentMessage("reply", worker, name, reply), reply, role="tool")
 
     def _deliver(self, participant: Participant, agent_message: AgentMessage) -> Participant:
-        """The seat after it has read the word. What the entry was opened with is not said to it twice."""
+        """Hands the message to the participant. The entry is opened with the task, so that is not delivered to it again."""
         if participant.is_busy:
             raise AgentStopped(
                 "agent_error", f"{participant.agent.name} is spoken to while it waits for an answer itself"

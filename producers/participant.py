@@ -28,7 +28,7 @@ type KeepBlob = Callable[[bytes], Awaitable[str]]
 
 
 class AgentStopped(Exception):
-    """An agent cannot go on. Of the agent that has the task, this is the end of the rollout."""
+    """An agent cannot continue. If it is the agent that holds the task, the rollout ends."""
 
     def __init__(self, ended_by: EndedBy, reason: str) -> None:
         super().__init__(reason)
@@ -38,7 +38,7 @@ class AgentStopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AgentMessage:
-    """What one agent tells another."""
+    """A message from one agent to another."""
 
     kind: str
     sender: str
@@ -65,14 +65,14 @@ class Rollout:
 
 @dataclass(slots=True)
 class Participant:
-    """An agent's place in a rollout."""
+    """One agent in one rollout."""
 
     rollout: Rollout
     agent: Agent
     policy: Policy
     system_prompt: str
     tools: dict[str, Tool]
-    "all it may call, its errands among them"
+    "all it may call, its peer tools among them"
     peer_tools: dict[str, Tool]
     "calls that are not for the sandbox: to ask or to hand off to others"
     context: int = -1

@@ -87,7 +87,7 @@ def work(
 
 
 class _MeteredPolicy:
-    """A policy that tells the pulse of its work: turns, tokens, and the time in which at least one is being sampled."""
+    """Wraps a policy and counts turns, tokens, and the seconds in which at least one turn is being sampled."""
 
     def __init__(self, policy: Policy, program_metrics: ProgramMetrics) -> None:
         self._policy = policy

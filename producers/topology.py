@@ -1,6 +1,6 @@
 """Topologies as data: who works with whom. A task names an agent or a topology; steps name agents or other topologies.
 
-    CAST = Cast.of([writer, critic, Loop(name="essay", body="writer", judge="critic")])
+    CATALOG = AgentCatalog.of([writer, critic, Loop(name="essay", body="writer", judge="critic")])
 
 or the same as a TOML file, [job] agents = "agents.toml":
 
@@ -160,7 +160,7 @@ class AgentCatalog(Struct, frozen=True, kw_only=True):
 
 
 def agent_catalog_of(job: Job, agents_file: str | None) -> AgentCatalog:
-    """The cast of a run: of the file where one is named, else of the job's AGENTS. Raises BadInput."""
+    """The agents of a run: those of the named file, else of the job's AGENTS. Raises BadInput."""
     agent_catalog = AgentCatalog.from_toml(Path(agents_file)) if agents_file else AgentCatalog.of(job.agents)
     for agent in agent_catalog.agents.values():
         try:

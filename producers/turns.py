@@ -1,6 +1,6 @@
 """One rollout from its start to its end, without the log: agents speak, tools answer, events are emitted as they happen.
 
-seat (one agent: its context, turns and calls) ◄─ ensemble (agents together) ◄─ play (start, deadline, end).
+participant (one agent: its context, turns and calls) ◄─ ensemble (agents together) ◄─ play (start, deadline, end).
 Everything that can happen ends in one RolloutEnded: an answer, a limit, the deadline, the agent's own error, or an
 infrastructure error (sandbox, server, a broken task), which is nobody's fault and is asked for again by the scheduler.
 """
@@ -61,8 +61,8 @@ async def play(
     agent_catalog: AgentCatalog | None = None,
     models: Mapping[str, Policy] | None = None,
 ) -> RolloutEnded:
-    """Plays one attempt to its end, emitting every message; returns the last one. Closes the bench. A recall ends it early.
-    A task whose agent is not in the cast is played by one agent with this system prompt.
+    """Plays one attempt to its end, emits every message and returns the last. Closes the bench. `cancel_handle` ends it early.
+    A task whose agent is not in the catalog is played by one agent with this system prompt.
 
     Raises only what `emit` raises, and CancelledError, after which the attempt stays without an end."""
     began = time.monotonic()

@@ -1,6 +1,6 @@
-"""What programs tell of themselves: a closed list of figures with a sentence each, and the pulse that carries them.
+"""The metrics of programs: a closed list of names with a sentence each, and the object that collects their values.
 
-The harness that runs a program (deploy.serve) turns its pulse into WorkerSeen heartbeats and a Prometheus page.
+The harness (deploy.serve) reports a program's metrics as WorkerSeen heartbeats and on a Prometheus page.
 """
 
 import threading

@@ -2,8 +2,8 @@
 
     messages ─► assemble ─► trajectories ─► score ─► rewards ─► group ─► groups
 
-It holds no rule of its own; what Faust gets wrong is put right in streams.faust_fixes. An event that a hop refuses becomes a
-dead letter instead of vanishing, and state is written once a commit, after the facts that led to it (streams.stage).
+It holds no rule of its own; streams.faust_fixes corrects Faust's own errors. An event that a hop rejects becomes a dead
+letter, and state is written once per commit, after the events that it led to (streams.stage).
 """
 
 import asyncio
@@ -45,11 +45,11 @@ logger = structlog.get_logger()
 
 _LAG_SECONDS = 5.0
 _FETCH_BYTES = 256 * 1024
-"of a partition at once: what is compressed may be a hundred times as large in memory"
+"per partition and fetch: compressed data may be a hundred times as large in memory"
 
 
 class StreamsApp(faust.App):  # type: ignore[misc]
-    """A Faust app that knows where facts go and whose states to keep."""
+    """A Faust app with our log and the hop processors whose states a commit writes."""
 
     connection: Connection
     event_log: Log
@@ -59,7 +59,7 @@ class StreamsApp(faust.App):  # type: ignore[misc]
     failed: "asyncio.Future[None]"
 
     def can_deliver_at_once(self) -> bool:
-        """True when nothing that a delivery may wait for has to be waited for."""
+        """True when a message can be delivered without waiting for flow control, the producer's buffer or a full queue."""
         buffer = self.producer.buffer
         return (
             self.flow_control.is_active()
@@ -84,12 +84,12 @@ class StreamsApp(faust.App):  # type: ignore[misc]
             agent.write_states()
 
     def end_commit(self) -> None:
-        """Called when the offsets that belong to the kept states are committed."""
+        """Called when the offsets that belong to the written states are committed."""
         for agent in self.hop_processors:
             agent.end_commit()
 
     def expect(self, offsets: Mapping[TP, int | None]) -> None:
-        """Called when partitions are about to flow from these offsets on; None = from the beginning."""
+        """Called before partitions are read from these offsets; None = from the beginning."""
         for agent in self.hop_processors:
             agent.expect(offsets)
 
@@ -124,11 +124,11 @@ async def _serve(
     for hop in hops(load_job(run.job.module).scorers, settings.advantage):
         if hop.name in settings.hops:
             app.hop_processors.append(HopProcessor(app, hop, log.codec, run.run_id, settings, program_metrics))
-    # Faust would begin a new group at the beginning of the log, among the events of other runs. All sources at once: for a
-    # group that has members, only they could add one later
+    # Faust starts a new group at the beginning of the log, where other runs' events are. All sources get a position now:
+    # once a group has members, only they may commit for it.
     sources = list(ACCESS_BY_PROGRAM["streams"].consumes)
     await asyncio.to_thread(log.begin_group, f"streams-{run.run_id}", sources, run.start)
-    # Faust would make them while it starts, and crash when the broker tells of them a moment later
+    # Faust creates changelog topics while it starts, and crashes if the broker's metadata shows them only later
     await asyncio.to_thread(log.make_changelogs, [agent.changelog for agent in app.hop_processors if agent.changelog])
     await app.start()
     watching = asyncio.ensure_future(
@@ -137,7 +137,7 @@ async def _serve(
     stopping = asyncio.ensure_future(asyncio.to_thread(stop.wait))
     told = asyncio.wait([cast("asyncio.Future[Any]", stopping), failed], return_when=asyncio.FIRST_COMPLETED)
     try:
-        await app.wait(told)  # returns also when a part of Faust has crashed, of which it says nothing by itself
+        await app.wait(told)  # returns also when a Faust service crashed, which Faust does not raise by itself
     finally:
         stop.set()
         watching.cancel()
@@ -149,7 +149,7 @@ async def _serve(
 
 
 async def _watch_lag(run: Run, log: KafkaLog, topics: list[str], program_metrics: ProgramMetrics) -> None:
-    """Tells how much waits, so that whoever runs the program can see that none of it is taken any more."""
+    """Reports the lag, by which the harness recognises a stall."""
     while True:
         await asyncio.sleep(_LAG_SECONDS)
         try:
@@ -194,7 +194,7 @@ def make_app(run: Run, settings: StreamsSettings, log: Log, failed: "asyncio.Fut
 
 
 def _credentials(connection: Connection) -> faust.auth.Credentials | None:
-    """As our own clients have them (streams.log.connection), for aiokafka."""
+    """The credentials of streams.log.connection in the form that aiokafka takes."""
     security = connection.log.security
     context = ssl_context(security, connection.program)
     if security.protocol.startswith("sasl"):
@@ -205,8 +205,8 @@ def _credentials(connection: Connection) -> faust.auth.Credentials | None:
 
 
 def state_folder(settings: StreamsSettings, worker: str) -> Path:
-    """Where a worker keeps its tables: each has a folder of its own, since two cannot open the same one."""
-    name = quote(worker, safe="").replace(".", "%2E")  # a name is not a path, whatever is in it
+    """The folder of a worker's RocksDB tables. RocksDB locks a table, so two workers cannot share a folder."""
+    name = quote(worker, safe="").replace(".", "%2E")  # a worker name with slashes or dots must not leave the folder
     return Path(settings.state_folder).absolute() / name
 
 
@@ -241,7 +241,7 @@ class HopProcessor:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more message surely fits into the queue of the stream."""
+        """Whether the queue of the stream has room for another message."""
         return self._queue is not None and self._queue.qsize() < self._queue.maxsize // 2
 
     async def _process(self, stream: Any) -> None:
@@ -250,8 +250,8 @@ class HopProcessor:
             try:
                 self._take(event, await self._decode(event.message))
             except Exception as error:
-                # an exception here would make Faust acknowledge and drop the message: stop the worker instead, and the
-                # message is delivered again after the restart
+                # Faust acknowledges a message whose processing raised, which would lose it. Stop the worker instead: the
+                # message is delivered again after the restart.
                 self._app.fail(error)
                 await asyncio.Event().wait()
 
@@ -262,12 +262,14 @@ class HopProcessor:
             return decode_delivery(self._codec, address, message.key, message.value)
         tenure = self._app.consumer.tenure
         delivery = await asyncio.to_thread(decode_delivery, self._codec, address, message.key, message.value)
-        if tenure != self._app.consumer.tenure:  # its state was forgotten meanwhile, and another worker may have it
+        if (
+            tenure != self._app.consumer.tenure
+        ):  # the state was dropped by the rebalance, and another worker may own it now
             raise Rebalanced(f"partitions were taken away while the blob of {address} was read")
         return delivery
 
     def _take(self, cause: Any, delivery: Delivery) -> None:
-        """Does not wait: what a message leads to must be appended before a commit can begin."""
+        """Must not await: a commit that started in between would cover the offset without its events."""
         self._require_nothing_skipped(delivery.address)
         with self._program_metrics.busy():
             facts = self._stage.take(delivery, cause)
@@ -278,8 +280,8 @@ class HopProcessor:
         self._program_metrics.count("rejected", sum(isinstance(fact, EventRejected) for fact in facts))
 
     def _require_nothing_skipped(self, address: Address) -> None:
-        """Faust takes what it did not deliver for what is not there, and commits it. Only a marker of a transaction, or what
-        the broker has forgotten, may be missing."""
+        """Faust commits past offsets that it never delivered, taking them for gaps. Only transaction markers and messages
+        removed by retention may be missing."""
         place = (address.topic, address.partition)
         before = self._offset_taken[place]
         self._offset_taken[place] = address.offset
@@ -307,8 +309,10 @@ class HopProcessor:
         self._stage.forget({(self._plain(place.topic), place.partition) for place in revoked})
 
     def _write(self, key: bytes, change: Change) -> None:
-        """To the table and, by Faust, to its changelog."""
-        token = _current_event.set(weakref.ref(change.cause))  # a table finds its partition by the event at hand
+        """Writes to the table; Faust writes the changelog."""
+        token = _current_event.set(
+            weakref.ref(change.cause)
+        )  # a Faust table takes its partition from the current event
         if (encoded := change.encoded) is not None:
             self._table[key] = encoded
         else:

@@ -19,7 +19,7 @@ class StreamsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     session_timeout_seconds: float = 8.0
     "how long the broker waits for a dead worker before others take over"
     commit_seconds: float = 2.0
-    "how often offsets and the states that belong to them are written; a killed worker repeats as much"
+    "interval of commits: offsets and their states; a killed worker repeats at most this much"
     rejects_share_max: float = 0.5
     "the worker stops with an alarm when more than this share of the last thousand messages was rejected"
 
@@ -32,4 +32,4 @@ class CutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     rejects_share_max: float = 0.5
     "the cutter stops with an alarm when more than this share of the last thousand groups cannot be read"
     snapshot_batches: int = 16
-    "a snapshot of the cutter's state is written with every so many batches: a restart reads no more of them"
+    "batches between two snapshots of the cutter's state; a restart reads at most this many"

@@ -2,8 +2,8 @@
 
     groups ─► CutGroups (pure) ─► BatchCut + positions, now and then a SnapshotTaken ─► one Kafka transaction
 
-Nothing is kept besides the log: a restart takes the newest snapshot of its state and reads the `batches` after it; without
-a snapshot, those of the whole run. A second cutter fences the first.
+All state is on the log: a restart reads the newest snapshot and the `batches` after it, or, without a snapshot, those of
+the whole run. A second cutter fences the first.
 """
 
 import threading
@@ -51,7 +51,7 @@ def cut(run: Run, settings: CutSettings, program_metrics: ProgramMetrics, stop: 
         try:
             Cutter(log, hop, run, settings, program_metrics).run_until(stop)
         except LogUnavailable as error:
-            # the transaction was aborted or the broker is away: state and positions are read back and taken again
+            # the transaction was aborted or its outcome is unknown: read state and positions back from the log
             logger.warning("cutter_restarting", reason=str(error))
             program_metrics.detail = f"waiting for the log: {error}"
             log.forget_failure()
@@ -59,7 +59,7 @@ def cut(run: Run, settings: CutSettings, program_metrics: ProgramMetrics, stop: 
 
 
 def cut_hop_of(run: Run) -> CutGroups:
-    """How batches of this run are cut."""
+    """The hop that cuts batches of this run."""
     job = run.job
     return CutGroups(
         run.run_id, job.groups_per_batch, job.staleness_max, job.first_version, batches_max=job.steps or None
@@ -67,7 +67,7 @@ def cut_hop_of(run: Run) -> CutGroups:
 
 
 class Cutter:
-    """One life of the cutter, from what is on the log to the first failure."""
+    """The cutter from its restored state to the first failure; the caller then makes a new one."""
 
     def __init__(
         self, log: Log, hop: CutGroups, run: Run, settings: CutSettings, program_metrics: ProgramMetrics
@@ -78,19 +78,19 @@ class Cutter:
         self._settings = settings
         self._program_metrics = program_metrics
         self._limit = RejectLimit("cut", settings.rejects_share_max)
-        # the transactional id is taken over before the state is read, so that no older cutter can add to it any more
+        # Takes the transactional id before the state is read: from here on no older cutter can append a batch.
         self._transactor: Transactor = log.transactor(f"cut-{run.run_id}")
         self._state = restore_state(log, hop, run)
         self._since_snapshot: _Unsaved | None = None
 
     def run_until(self, stop: threading.Event) -> None:
-        # alone: every group of the run is this cutter's, also while an older one does not know yet that it is fenced
+        # alone: reads all partitions, even while a fenced cutter is still a member of the group
         group = f"cut-{self._run.run_id}"
         reader = self._log.reader([self._hop.reads], group=group, alone=True, start=self._run.start)
         self._program_metrics.detail = "cuts batches"
         try:
             while not stop.is_set():
-                # one at a time: a batch commits exactly the groups it was cut from, and no later ones
+                # One at a time: the transaction commits the reader's positions, which must not pass the batch's last group.
                 for delivery in reader.poll(1, self._settings.poll_seconds):
                     self._take(delivery, reader)
         finally:
@@ -111,7 +111,7 @@ class Cutter:
             return
         self._state = outcome.state
         if outcome.events:
-            # as long as the batch waits for the log it counts as lag: a log that does not take it is seen as a stall
+            # an uncommitted batch counts as lag, so that a log that accepts nothing shows as a stall
             self._program_metrics.gauge("lag", len(outcome.events))
             with self._program_metrics.busy():
                 self._commit(outcome.events, reader)
@@ -119,11 +119,12 @@ class Cutter:
             logger.info("batch_cut", index=self._state.index_next - 1)
 
     def _commit(self, batches: Sequence[Event], reader: Reader) -> None:
+        assert len(batches) == 1, "a delivery completes at most one batch"
         events = list(batches)
         if self._is_snapshot_due(batches):
             events.append(self._snapshot())
             self._since_snapshot = _Unsaved()
-        self._log.flush()  # rejects: what the batch commits is not read again
+        self._log.flush()  # rejects first: the commit passes their messages, which are then never read again
         self._transactor.commit(events, reader)
         self._program_metrics.count("events_written", len(events))
 

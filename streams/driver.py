@@ -36,7 +36,7 @@ class Driver:
         """Returns when every hop has read all there is and nothing new came of it."""
         advanced = True
         while advanced:
-            # every stage has its turn, whatever the first did
+            # a list, not any(): every stage must advance, also when an earlier one did
             advances = [self._advance(number) for number in range(len(self._stages))]
             self._log.flush()
             for (stage, _), states in zip(self._stages, self._states, strict=True):

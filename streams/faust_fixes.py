@@ -1,10 +1,10 @@
-"""What Faust 0.15 gets wrong, put right without forking it (decisions 0008 and 0009). The app is streams.app.
+"""Corrections of Faust 0.15, by subclassing (decisions 0008 and 0009). The app is streams.app.
 
-OrderedRecovery     partitions flow after a recovery when they were sought and the queues emptied, not before
-KeepingThread       a fetch keeps to the partitions it was asked for, and seeks wait until it has ended
-KeepingConsumer     states are kept before a commit, by the worker that still has the partitions; a delivery that need not
-                    wait does not cost four tasks
-IdempotentProducer  changelogs are written as safely as events
+OrderedRecovery        after a recovery, partitions are resumed only after they were sought and the queues emptied
+OrderedConsumerThread  a fetch returns records of the requested partitions only, and a seek waits for the fetch to end
+StatefulConsumer       states are written before offsets are committed, by the worker that still owns the partitions; a
+                       delivery that need not wait does not create four tasks
+IdempotentProducer     changelogs are written with the guarantees of events
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from mode.services import WaitResults
 logger = structlog.get_logger()
 
 _CHANGELOG_BUFFER_MESSAGES = 10_000
-"Above this no more is delivered until Faust has sent some: all states of a commit should fit."
+"Above this, delivery pauses until Faust has sent some; all states of one commit should fit."
 
 
 class OrderedRecovery(Recovery):  # type: ignore[misc]  # faust has no usable types
-    """Faust lets the streams' partitions flow, then seeks them to the committed offsets, then empties the queues of the
-    agents. What was delivered in between is gone and its offsets are committed by the next message: facts are lost at a
-    rebalance. Here the partitions flow when all of that is done."""
+    """Faust resumes the partitions, then seeks them to the committed offsets, then empties the agents' queues. Messages
+    delivered in between are dropped and the next commit covers their offsets, so a rebalance loses them. Here the
+    partitions resume last."""
 
     async def on_recovery_completed(self, generation_id: int = 0) -> None:
         with self.app.consumer.holding_partitions():
@@ -64,9 +64,9 @@ class IdempotentProducer(driver.Producer):  # type: ignore[misc]
 class OrderedConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
     """Fetches and seeks for the consumer, one after the other.
 
-    A fetch waits up to a second. Faust hands it the set of partitions that flow, which a rebalance empties meanwhile: then
-    it takes records of any partition, nobody is given them, and reading goes on behind them. So a fetch keeps to what it was
-    asked for, and partitions are sought when the last fetch has ended.
+    A fetch waits up to a second. Faust passes it the live set of active partitions. When a rebalance empties that set, the
+    fetch returns records of every partition; they are dropped, and reading continues after them. So a fetch gets a copy of
+    the set, and seeks wait until the last fetch has ended.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -82,7 +82,7 @@ class OrderedConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc
         return cast(Mapping[TP, int | None], await self.call_thread(self._seek_to_committed))
 
     async def _seek_to_committed(self) -> Mapping[Any, int | None]:
-        """As its base, and what was never committed to its beginning: a fetch may have taken some of it."""
+        """As its base; partitions without a commit are sought to their beginning, since a fetch may have advanced them."""
         consumer = self._ensure_consumer()
         async with self._positions:
             committed = await consumer.seek_to_committed()
@@ -96,21 +96,22 @@ class OrderedConsumerThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc
 
 
 class StatefulConsumer(driver.Consumer):  # type: ignore[misc]
-    """Keeps the stages' states before it commits, and delivers without tasks where nothing has to be waited for.
+    """Writes the stages' states before it commits, and delivers without extra tasks where nothing blocks.
 
-    A commit belongs to the tenure it began in. When partitions are taken away while it waits for the broker, the states
-    are forgotten and the offsets must be too: committed after the partitions came back, they would skip what led there.
+    A commit belongs to the tenure (the time between two rebalances) in which it began. When partitions are revoked while it
+    waits for the broker, their states are dropped, so their offsets must not be committed: after the partitions returned,
+    they would skip messages whose effect is lost.
     """
 
     tenure = 0
     "counts how often partitions were taken away"
     _tenure_of_commit = 0
     _held: set[TP] | None = None
-    "partitions that are to flow when holding ends"
+    "partitions to resume when holding ends"
 
     @contextmanager
     def holding_partitions(self) -> Iterator[None]:
-        """What is told to flow meanwhile does so at the end; if it was taken away by then, after the next recovery."""
+        """Defers resumes to the end of the block; a partition revoked by then resumes after the next recovery."""
         tenure, held = self.tenure, set[TP]()
         self._held = held
         try:
@@ -132,12 +133,12 @@ class StatefulConsumer(driver.Consumer):  # type: ignore[misc]
 
     async def _commit_offsets(self, offsets: Mapping[TP, int], start_new_transaction: bool = True) -> bool:
         if self.app.failed.done():
-            return False  # what led to the failure is read again
+            return False  # not committed, so it is read again
         self._tenure_of_commit = self.tenure
         await self.app.begin_commit()
         try:
-            # a worker that slept longer than its session wakes up with partitions that others have moved on with: its
-            # states would stand after theirs in the changelog
+            # A worker suspended for longer than its Kafka session still believes it owns partitions that others have
+            # advanced. Its states would overwrite theirs in the changelog.
             await self._require_membership()
             self._require_tenure()
             self.app.write_states()
@@ -150,7 +151,7 @@ class StatefulConsumer(driver.Consumer):  # type: ignore[misc]
             return False
 
     async def _commit(self, offsets: Mapping[TP, int]) -> bool:
-        self._require_tenure()  # by now the changelog was flushed, which takes its time
+        self._require_tenure()  # again: flushing the changelog took time, in which a rebalance may have happened
         return bool(await super()._commit(offsets))
 
     async def on_partitions_revoked(self, revoked: set[TP]) -> None:
@@ -159,7 +160,7 @@ class StatefulConsumer(driver.Consumer):  # type: ignore[misc]
         self.app.forget_states(revoked)
 
     async def _require_membership(self) -> None:
-        """By a heartbeat of its own: the last regular one may have been answered before this process was stopped."""
+        """Sends its own heartbeat: the last regular one may predate a suspension of this process."""
         coordinator = self._thread._ensure_consumer()._coordinator
         if not await self._thread.call_thread(coordinator._do_heartbeat):
             raise _Evicted("the group does not answer for this worker")
@@ -169,8 +170,8 @@ class StatefulConsumer(driver.Consumer):  # type: ignore[misc]
             raise _Evicted("partitions were taken away meanwhile")
 
     async def wait_first(self, *coros: Any, timeout: Any = None) -> WaitResults:  # noqa: ASYNC109 - its base has it
-        """Faust gives each message four tasks, in case the delivery has to wait and the flow is suspended meanwhile.
-        One that cannot have to wait needs none of them."""
+        """Faust creates four tasks per message, in case delivery blocks while the flow is suspended. A delivery that
+        cannot block needs none of them."""
         if len(coros) != 2 or not self.app.can_deliver_at_once():
             return await super().wait_first(*coros, timeout=timeout)
         delivery, suspension = coros
@@ -179,4 +180,4 @@ class StatefulConsumer(driver.Consumer):  # type: ignore[misc]
 
 
 class _Evicted(Exception):
-    """What was to be committed is read again, here or by another worker."""
+    """The commit is abandoned; its messages are read again, here or by another worker."""

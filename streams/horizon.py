@@ -1,11 +1,11 @@
-"""What a hop still remembers: the newest keys of each partition, in the order of their first message.
+"""Which keys a hop remembers: the newest of each partition, in the order of their first message.
 
     first message of a key ─► newest ● ● ● ● ● ● ● ● oldest ─► closed: forgotten
                                  ▲                     └─────► open: again among the newest, for a few turns; then given up
                                  └──────────────────────────┘
 
-A key is closed when nothing more is expected of it. It is still remembered until enough newer keys have begun, so that what
-is delivered again is known. So a hop holds its open work and a fixed number of closed keys, however long the run is.
+A key is closed when nothing more is expected of it. It is remembered until enough newer keys have begun, so that repeated
+messages are recognised. A hop thus holds its open work and a fixed number of closed keys, however long the run is.
 
 The order is stored beside the states, in blocks, under keys of its own. A commit writes the blocks that were added to, then
 the ends, then the states and what is deleted. Killed in between, the stored order may name keys that have no state, which
@@ -26,8 +26,8 @@ RESERVED = "\0"
 
 BLOCK_ENTRIES = 64
 TURNS_MAX = 64
-"""how often an open key is put back among the newest before it is given up: a rollout of an hour beside many short ones must
-not be, while half a group that a repeat left behind goes away some day"""
+"""how often an open key is put back among the newest before it is given up: enough for a rollout of an hour beside many short
+ones, while an incomplete group left behind by a repeated message is removed eventually"""
 
 
 class Entry(Struct, frozen=True, array_like=True, gc=False):
@@ -85,12 +85,14 @@ class KeyOrder:
 
     def add(self, entry: Entry) -> None:
         """As the newest."""
+        assert entry.key not in self._numbers, "a key with two numbers would leave an entry that is never forgotten"
         self._numbers[entry.key] = self._next
         self._entries.append(entry)
         self._next += 1
 
     def oldest(self) -> Entry:
         """Of an order that is not empty."""
+        assert self._numbers, "an empty order has no oldest key"
         while (entry := self._entries[self._oldest - self._stored_ends.oldest]) is None:
             self._oldest += 1
         return entry
@@ -102,6 +104,8 @@ class KeyOrder:
     def changes(self) -> OrderWrites | None:
         """What was not stored yet; None when nothing has changed."""
         stored, ends = self._stored_ends, OrderBounds(self._oldest, self._next)
+        assert stored.oldest <= ends.oldest <= ends.next, "numbers only grow"
+        assert len(self._entries) == ends.next - stored.oldest, "entries start at the oldest number that is stored"
         if stored == ends:
             return None
         first_used = self._oldest // self._block_entries
@@ -116,6 +120,7 @@ class KeyOrder:
 
     def mark_stored(self, writes: OrderWrites) -> None:
         """These are written."""
+        assert self._stored_ends.oldest <= writes.ends.oldest <= writes.ends.next <= self._next
         for _ in range(writes.ends.oldest - self._stored_ends.oldest):
             self._entries.popleft()
         self._stored_ends = writes.ends

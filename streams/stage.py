@@ -1,10 +1,10 @@
-"""A hop at work: messages in, facts out, and the states that no commit has written yet.
+"""Runs a hop: messages in, events out, and the states that no commit has written yet.
 
-The Faust app, the driver and the simulator run hops through this one class. They differ in where messages come from and
-where states are stored. A commit does, in this order: `begin_commit`, flush the facts, `keep`, commit the offsets,
-`committed`. So state is never ahead of its facts and offsets are never ahead of the state, and whoever is killed repeats
-and loses nothing. Keys are forgotten by streams.horizon, but none whose messages may still be delivered again because
-their offsets are not committed.
+The Faust app, the driver and the simulator run hops through this class. They differ in where messages come from and where
+states are stored. A commit does, in this order: `begin_commit`, flush the events, `write_states`, commit the offsets,
+`end_commit`. So state is never ahead of its events and offsets are never ahead of the state: a process that is killed
+repeats work and loses nothing. streams.horizon forgets old keys, except those whose messages may be delivered again
+because their offsets are not committed.
 """
 
 import struct
@@ -36,11 +36,12 @@ class Change:
     address: Address
     "of the message that led to it"
     cause: Any
-    "what the runner handed in with that message"
+    "what the caller passed with that message; the Faust app needs the Faust event to find the partition"
 
     @property
     def encoded(self) -> bytes | None:
         """As it is stored: the offset of the message, then the state."""
+        assert self.address.offset >= 0, "a negative offset stands for a key without a state"
         return None if self.state is None else _OFFSET.pack(self.address.offset) + msgspec.msgpack.encode(self.state)
 
 
@@ -78,7 +79,7 @@ class Stage:
         self._progress = CommitProgress()
 
     def take(self, delivery: Delivery, cause: Any = None) -> list[Event]:
-        """What follows from a message: new facts, or its reject. The state it leads to is remembered.
+        """The events that follow from a message, or its reject. The new state is remembered until the next commit.
 
         Raises TooManyRejects."""
         event = delivery.event
@@ -117,7 +118,7 @@ class Stage:
         return None if stored is None else stored[_OFFSET.size :]
 
     def _remember(self, key: bytes, before: Any, outcome: Outcome, address: Address, cause: Any) -> list[Event]:
-        """The new state of a key. Returns the rejects of keys that were given up because of it."""
+        """Stores the new state of a key. Returns the rejects of keys that are given up to make room for it."""
         if outcome.state is before:
             return []
         self._newest[address.partition] = (address, cause)
@@ -134,7 +135,7 @@ class Stage:
         return self._orders[partition]
 
     def _forget_oldest(self, order: KeyOrder, address: Address, cause: Any) -> list[Event]:
-        """Up to two, since one was added: after many were open at once, the order becomes shorter again."""
+        """Forgets up to two keys for the one that was added, so that an order that grew while many keys were open shrinks."""
         rejects: list[Event] = []
         for _ in range(2):
             if len(order) <= self.hop.keys_remembered:
@@ -149,6 +150,7 @@ class Stage:
             if not self._progress.is_committed(address.partition, self._newest_offset(oldest.key)):
                 break
             order.drop_oldest()
+            assert oldest.key not in order, "a forgotten key must not keep a place in the order"
             self._changed[oldest.key] = Change(None, address, cause)
             if is_open:
                 rejects.append(self._give_up(oldest, address))
@@ -169,7 +171,7 @@ class Stage:
         return give_up_rejection(self._run_id, self.hop.name, entry.key, began_at, reason, self._now())
 
     def begin_commit(self) -> None:
-        """What has changed up to here is written by the commit that begins now; what changes from here on, by the next."""
+        """Changes up to here belong to the commit that begins now; later ones to the next."""
         self._committing |= self._changed
         self._changed = {}
         self._progress.begin_commit()
@@ -177,7 +179,9 @@ class Stage:
         self._order_writes = {partition: writes for partition, writes in changes.items() if writes is not None}
 
     def write_states(self, write: Write) -> None:
-        """Hands every state that was to be kept to `write`, in an order in which a kill between any two does no harm."""
+        """Passes every state of the commit to `write`, in an order in which a kill between any two writes is harmless."""
+        assert self._order_writes.keys() <= self._orders.keys(), "the order of a revoked partition would be written"
+        # The order is written before the states: a state that no order names would never be forgotten.
         for partition, writes in self._order_writes.items():
             self._write_order(partition, writes.before, write)
         for key, change in self._committing.items():
@@ -196,7 +200,7 @@ class Stage:
         self._progress.end_commit()
 
     def forget(self, places: Container[tuple[str, int]]) -> None:
-        """Another worker has these partitions now, or they are read again from the last commit."""
+        """Drops uncommitted states: another worker owns these partitions now, or they are read again from the last commit."""
         for changes in (self._changed, self._committing):
             for key in [key for key, of in changes.items() if (of.address.topic, of.address.partition) in places]:
                 del changes[key]
@@ -207,7 +211,7 @@ class Stage:
 
 
 class CommitProgress:
-    """Up to which offset of each partition nothing is delivered again, as far as the stage can know."""
+    """Up to which offset of each partition messages are certainly not delivered again."""
 
     def __init__(self) -> None:
         self._committed: dict[int, int] = {}
@@ -229,7 +233,7 @@ class CommitProgress:
         self._begun = dict(self._taken)
 
     def end_commit(self) -> None:
-        """It may not cover what was taken a moment before it began, but all that was taken before the one before."""
+        """Faust may commit slightly less than was taken when the commit began, so only the commit before it is trusted."""
         self._committed |= self._begun_before
         self._begun_before = self._begun
 

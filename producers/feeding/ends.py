@@ -88,6 +88,7 @@ class _Partition:
             _trim(self.open)
             return
         self.open.pop(name, None)
+        assert name not in self.recent, "a task is counted once"
         self.ended += 1
         self.recent[name] = None
         _trim(self.recent)

@@ -56,6 +56,7 @@ class SubmittedNumbers:
             if self._expected:
                 del self._expected[self._expected_ids.popleft()]
                 self._expect(self.next + _EXPECTED - 1)
+        assert len(self._expected) == len(self._expected_ids), "two numbers have the same task id"
 
     def settle(self) -> None:
         """Everything that was on the log has been noted: what has no place is a repeat."""

@@ -149,7 +149,9 @@ class _Queue:
         self._asks[ask.task_id] = ask
 
     def remove(self, ask: GroupRequest) -> None:
-        del self._orders[bisect_left(self._orders, ask.order)]
+        place = bisect_left(self._orders, ask.order)
+        assert self._orders[place] == ask.order, "the neighbour of a task that does not wait would be removed"
+        del self._orders[place]
         del self._asks[ask.task_id]
 
     def before(self, order: tuple[int, str]) -> list[GroupRequest]:

@@ -158,6 +158,7 @@ class Ledger:
         recent[name] = None
         if len(recent) > RECENT_TASKS:
             del recent[next(iter(recent))]
+        assert len(recent) <= RECENT_TASKS
         self._groups.setdefault(ask.group_id, Group()).ask = ask
         return True
 

@@ -97,7 +97,9 @@ class Members:
 
     def count(self, group_id: str, purpose: str, members: int) -> None:
         """So many members of the group are asked for and have not ended."""
+        assert members >= 0
         self._open_by_purpose[purpose] += members - self._open.pop(group_id, 0)
+        assert self._open_by_purpose[purpose] >= 0, "a group is counted under one purpose"
         if members:
             self._open[group_id] = members
 

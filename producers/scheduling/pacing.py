@@ -83,6 +83,7 @@ class Pacing:
         before = self._standings.pop(group_id, "unknown")
         purpose = group.ask.purpose if group.ask is not None else ""
         self._open[purpose, before] -= before != "unknown"
+        assert self._open[purpose, before] >= 0, "a group is counted under one purpose"
         if standing in OVER:
             self._over[standing] += 1
         elif standing != "unknown":

@@ -22,7 +22,7 @@ from streams.rules.staleness import is_admitted, oldest_version, trained_members
 
 CODE_VERSION = "cut-2"
 STATE_VERSION = "cutting-1"
-"of Cutting: a snapshot of another version is not read"
+"of CutState: a snapshot of another version is not read"
 
 
 class CutState(Struct):
@@ -68,17 +68,18 @@ class CutGroups:
         return self._run_id if wanted else None
 
     def apply_batch(self, state: CutState | None, batch: BatchCut) -> CutState:
-        """The state after a batch that is already on the log. Changes the state it is given."""
+        """The state after a batch that is already on the log. Mutates the given state."""
         return self._next_state(state or CutState(), batch)
 
     def step(self, state: CutState | None, event: Event, address: Address) -> Outcome:
-        """Changes what the state it is given holds, and is done with that state: sets are not copied at every group."""
+        """Mutates the collections of the given state, which the caller must not use again: copying them per group is too slow."""
         state = CutState() if state is None else copy(state)
         if not isinstance(event, GroupCompleted) or event.meta.group_id is None:
             return Outcome(state, refused="batches are cut from groups")
         if self._batches_max is not None and state.index_next >= self._batches_max:
             return Outcome(state)
         self._take(state, event, event.meta.group_id, address)
+        assert len(state.waiting) <= self._groups_per_batch, "a batch is cut as soon as enough groups wait"
         if len(state.waiting) < self._groups_per_batch:
             return Outcome(state)
         batch = self._batch(state)
@@ -114,6 +115,7 @@ class CutGroups:
 
     def _next_state(self, state: CutState, batch: BatchCut) -> CutState:
         """The state once this batch is on the log: what it names is seen, and what is too old by now is forgotten."""
+        assert batch.index == state.index_next, "batches are numbered without a gap"
         ceiling, seen, floor = batch.policy_ceiling, state.seen, state.floor
         for group_id in (*batch.groups, *batch.groups_stale, *batch.groups_passed):
             seen[group_id] = ceiling

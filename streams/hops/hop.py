@@ -13,7 +13,7 @@ from schemas.events import Address, Event
 
 
 class Outcome(Struct, frozen=True):
-    """What a step decided: the state from now on (None = forget the key), new facts, or why the event is refused."""
+    """What a step decided: the new state (None = forget the key), new events, or why the event is rejected."""
 
     state: Any = None
     events: Sequence[Event] = ()
@@ -35,13 +35,13 @@ class Hop(Protocol):
 
     @property
     def keys_remembered(self) -> int:
-        """So many of the newest keys of a partition are remembered after they are closed (streams.horizon)."""
+        """How many of the newest keys of a partition are remembered after they are closed (streams.horizon)."""
 
     def is_closed(self, state: Any) -> bool:
         """Nothing more is expected of the key that has this state."""
 
     def key(self, event: Event) -> str | None:
-        """Which state the event belongs to; None when the event is none of this hop's business."""
+        """Which state the event belongs to; None when the hop ignores the event."""
 
     def step(self, state: Any, event: Event, address: Address) -> Outcome:
         """Total: never raises for any event of its topic. The same input always gives the same outcome."""

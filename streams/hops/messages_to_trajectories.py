@@ -1,7 +1,7 @@
 """assemble: the messages of an attempt become one trajectory when its end arrives and nothing is missing.
 
-Attempts of one trajectory are kept apart by attempt_id. What was seen before is ignored; a hole in `seq` refuses the
-message that shows it, so that the attempt never yields a guessed trajectory and the scheduler asks for another.
+Attempts of one trajectory are kept apart by attempt_id. Repeats are ignored. A gap in `seq` rejects the message after it:
+the attempt never yields a guessed trajectory, and the scheduler requests another attempt.
 
 Messages of several contexts arrive mixed, in the order in which they happened; a trajectory holds its contexts one after
 another, whole, so that whoever trains on it can keep them apart.
@@ -43,7 +43,7 @@ _UNKNOWN_LOGPROB = b"\x00\x00\x00\x00"
 
 
 class MessageSpan(Struct):
-    """Where one message's tokens stand, and whose context they belong to."""
+    """The token range of one message, and the context it belongs to."""
 
     context: int
     start: int
@@ -51,7 +51,7 @@ class MessageSpan(Struct):
 
 
 class PartialTrajectory(Struct):
-    """An attempt under way: a trajectory that grows. Tokens stand in the order of their messages."""
+    """An attempt that has not ended. Tokens are in the order of their messages."""
 
     started: RolloutStarted
     seq_next: int
@@ -91,7 +91,7 @@ class AssembleTrajectories:
         self.keys_remembered = keys_remembered
 
     def is_closed(self, state: AssemblyState) -> bool:
-        """Also while another attempt is under way: it is a second worker's, which nobody waits for, or a dead one's."""
+        """Also while another attempt is open: it belongs to a second worker, which nobody waits for, or to a dead one."""
         return state.is_closed
 
     def key(self, event: Event) -> str | None:
@@ -119,6 +119,7 @@ class AssembleTrajectories:
             if attempt is None:
                 return Outcome(state, refused="an attempt ended that never started")
             rest = {name: other for name, other in state.attempts.items() if name != attempt_id}
+            assert attempt_id not in state.ended, "an attempt ends once"
             trajectory = _assemble(attempt, event)
             is_closed = state.is_closed or event.ended_by != "infra_error"
             return Outcome(
@@ -135,7 +136,7 @@ class AssembleTrajectories:
 
 
 def _complaint(event: Event, attempt: PartialTrajectory) -> str | None:
-    """Why a message cannot be joined to its attempt; None when it can."""
+    """Why a message does not fit its attempt; None when it does."""
     if not isinstance(event, (TurnGenerated, ToolObserved, AgentMessaged)):
         return None
     known = max(1, len(attempt.contexts))
@@ -215,7 +216,7 @@ def _(event: ToolCalled, attempt: PartialTrajectory) -> PartialTrajectory:
 def _read(
     attempt: PartialTrajectory, event: ToolObserved | AgentMessaged, source: str, said: Utterance
 ) -> PartialTrajectory:
-    """Tokens that an agent read and did not say."""
+    """Adds tokens that an agent read and did not sample."""
     tokens = event.tokens
     start, count = token_count(attempt.tokens), token_count(tokens)
     contexts = attempt.contexts
@@ -238,6 +239,7 @@ def _read(
 def _assemble(attempt: PartialTrajectory, ended: RolloutEnded) -> TrajectoryAssembled:
     started = attempt.started
     attempt = _by_context(_without_teachers(attempt))
+    assert len(attempt.logprobs) == 4 * len(attempt.loss_mask), "each token has one log-probability and one mask"
     versions = [segment.policy_version for segment in attempt.segments if segment.policy_version is not None]
     return TrajectoryAssembled(
         meta=_meta(ended, min(versions, default=None)),

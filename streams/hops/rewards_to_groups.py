@@ -21,7 +21,7 @@ GROUPED_PURPOSES = ("train", "replay")
 
 
 class GroupState(Struct):
-    """A group that fills: per member, the rewards of each attempt by scorer."""
+    """An incomplete group: per member, the rewards of each attempt by scorer."""
 
     members: dict[int, dict[str, dict[str, RewardAssigned]]] = {}
     filled: dict[int, str] = {}
@@ -49,7 +49,7 @@ class GroupRewards:
     def step(self, state: GroupState | None, event: Event, address: Address) -> Outcome:
         if not isinstance(event, RewardAssigned) or event.meta.attempt_id is None:
             return Outcome(state, refused="a group is made of rewards with an attempt_id")
-        # by how the attempt ended, not by what a scorer says of it: only the former is asked for again
+        # decided by how the attempt ended, not by a scorer's verdict: only infra_error is retried
         if event.ended_by == "infra_error":
             return Outcome(state)
         if state is not None and (state.completed or event.index in state.filled):
@@ -60,13 +60,15 @@ class GroupRewards:
         return Outcome(GroupState(completed=True), (self._complete(state),))
 
     def _complete(self, state: GroupState) -> GroupCompleted:
+        assert state.filled, "a group has at least one member"
         chosen = [list(state.members[index][state.filled[index]].values()) for index in sorted(state.filled)]
         valid = [_total(rewards) for rewards in chosen if _is_valid(rewards)]
         dropped = drop_reason(valid)
         by_valid = iter(advantages(valid, self._advantage) if dropped is None else [0.0] * len(valid))
         members = [_member(rewards, next(by_valid) if _is_valid(rewards) else 0.0) for rewards in chosen]
+        assert next(by_valid, None) is None, "each advantage belongs to one valid member"
         return GroupCompleted(
-            # whichever reward came last, the fact is the same: the newest one stands for all
+            # the newest reward, not the last one delivered: the event is the same in whatever order rewards arrive
             meta=_meta(max((reward for rewards in chosen for reward in rewards), key=_age), members),
             scorer_set="+".join(sorted(f"{reward.scorer}:{reward.scorer_version}" for reward in chosen[0])),
             members=members,
@@ -95,7 +97,7 @@ def _is_valid(rewards: list[RewardAssigned]) -> bool:
 
 
 def _is_finite(reward: RewardAssigned) -> bool:
-    """Rewards may be written by others than `score`: one that is no number must not reach the advantages of a group."""
+    """Other programs may write rewards too: a NaN or an infinity must not reach the advantages of a group."""
     return abs(reward.score) <= SCORE_MAX
 
 

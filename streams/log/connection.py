@@ -32,7 +32,7 @@ _AUTHORIZATION_ERRORS = {
 
 
 class AuthenticationFailures:
-    """Remembers that a client could not prove who it is. librdkafka says so in a callback only and goes on trying."""
+    """Remembers an authentication failure. librdkafka reports it only in a callback and keeps retrying."""
 
     def __init__(self) -> None:
         self.newest: KafkaError | None = None
@@ -92,7 +92,7 @@ class Connection:
         return read_secret(self.log.security.password, self.program, "password in [log.security]")
 
     def error(self, error: KafkaError, doing: str) -> ReplaygroundError:
-        """What a program is told of an error of the broker's."""
+        """A broker's error as the exception that programs handle."""
         if error.code() in _AUTHORIZATION_ERRORS:
             return NotAllowed(
                 f"program {self.program} as {self._who()} is not allowed to {doing}: {error.str()}. Apply the ACLs that "
@@ -127,8 +127,8 @@ class Connection:
 
 
 class BrokerClient:
-    """A client for questions to the broker. After one that was not answered, the next is asked by a new client: librdkafka
-    can lose its brokers when one that starts, or was taken for dead, says that there are none."""
+    """A client for metadata requests. After a failed request the next one uses a new client: librdkafka can lose all its
+    brokers when one that is starting reports an empty cluster."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -149,7 +149,7 @@ class BrokerClient:
             raise
 
     def require_known(self) -> None:
-        """Asks anew whether the brokers accept who this program is."""
+        """Checks again whether the brokers accept this program's credentials."""
         self._client = None
         with self.client():
             pass

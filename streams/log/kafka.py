@@ -39,9 +39,9 @@ logger = structlog.get_logger()
 
 _SETTLE_SECONDS = 3.0
 _TRANSACTION_SECONDS = 60.0
-"After this the coordinator aborts a transaction whose holder is silent."
+"transaction.timeout.ms: after this the coordinator aborts a transaction whose producer is silent"
 _POLL_BYTES_MAX = 16 * 1024 * 1024
-"A poll that has taken so much returns with what it has: as events it is several times as large."
+"A poll returns once it has read this much; decoded events are several times as large."
 _EVENTS_TRIED = 5
 "of each partition, by which a registry is known to belong to the log"
 _CONSUMED_AT_ONCE = 250
@@ -57,7 +57,7 @@ def _producer_settings(connection: Connection, refusals: AuthenticationFailures)
         "enable.idempotence": True,
         "partitioner": "murmur2_random",
         "compression.type": "lz4",
-        "linger.ms": 20,  # a fraction of the broker's work at 5; flush and commit do not wait for it
+        "linger.ms": 20,  # a fraction of the broker's work at 5 ms; flush and commit do not wait for it
         "queue.buffering.max.kbytes": 64 * 1024,
         "message.max.bytes": 1024 * 1024,
     }
@@ -71,7 +71,9 @@ def _consumer_settings(connection: Connection, refusals: AuthenticationFailures,
         "auto.offset.reset": "earliest",
         "isolation.level": "read_committed",
         "session.timeout.ms": 10_000,
-        "max.poll.interval.ms": 20 * 60 * 1000,  # a worker with its hands full takes nothing new until a rollout ends
+        "max.poll.interval.ms": 20
+        * 60
+        * 1000,  # a rollout worker with all slots busy polls nothing until a rollout ends
         # messages come one by one: fetched twenty times a second instead, they cost the broker a fraction of its work
         "fetch.min.bytes": 64 * 1024,
         "fetch.wait.max.ms": 50,
@@ -210,7 +212,7 @@ class KafkaLog:
             for sweep in _sweeps(sorted(offsets)):
                 found.update(self._sweep(topic, partition, sweep))
         if self._random_access is not None:
-            self._random_access.unassign()  # else it would go on fetching what nobody asked for
+            self._random_access.unassign()  # an assigned consumer keeps fetching in the background
         missing = [address for address in addresses if address not in found]
         if missing:
             raise LookupError(f"no event at {missing[0]} and {len(missing) - 1} more addresses")
@@ -415,7 +417,7 @@ class KafkaLog:
         """Reads one stretch of a partition and keeps what is wanted."""
         if self._random_access is None:
             settings = _consumer_settings(self.connection, AuthenticationFailures(), _nameless_group(self.connection))
-            # a fetch that still waits for its last partition would hold the next one back
+            # short waits: a fetch that waits for data on one partition delays the next fetch
             self._random_access = Consumer(settings | {"fetch.min.bytes": 1, "fetch.wait.max.ms": 10})
         wanted = set(offsets)
         self._random_access.assign([_partition_at(self.connection, (topic, partition), offsets[0])])
@@ -454,7 +456,7 @@ class KafkaLog:
                 if place.error is not None:
                     raise self.connection.error(place.error, doing)
         except LogUnavailable:
-            del self._askers[group]  # as with Questions
+            del self._askers[group]  # as in BrokerClient
             raise
         return {
             (self.connection.plain(place.topic), place.partition): place.offset for place in found if place.offset >= 0
@@ -556,7 +558,7 @@ class KafkaReader:
             raise self._connection.error(failure.args[0], f"read {', '.join(self._topics)}") from failure
         if not polled and self._refusals.newest is not None:
             self._refusals.newest = None
-            self._questions.require_known()  # this reader's client would go on trying for ever
+            self._questions.require_known()  # librdkafka retries authentication for ever
         messages: list[tuple[Address, Message]] = []
         for message in polled:
             error = message.error()
@@ -564,7 +566,7 @@ class KafkaReader:
                 address = _address(self._connection, message)
                 place = (address.topic, address.partition)
                 if self._starts and address.offset < self._starts.get(place, 0):
-                    continue  # was on its way when another place was sought
+                    continue  # fetched before the seek
                 self._next[place] = address.offset + 1
                 messages.append((address, message))
             elif error.code() == KafkaError._PARTITION_EOF:
@@ -689,7 +691,7 @@ class KafkaReader:
         return {place: max(offset, oldest[place]) for place, offset in starts.items()}
 
     def _forget(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
-        """What was taken away belongs to another member now: committing it from here would undo its work."""
+        """Revoked partitions belong to another member now: committing them from here would rewind its position."""
         for partition in partitions:
             place = (self._connection.plain(partition.topic), partition.partition)
             self._next.pop(place, None)
@@ -699,8 +701,9 @@ class KafkaReader:
 class KafkaTransactor:
     """See streams.log.protocol.Transactor.
 
-    What ends a transaction is given no time of its own: it may take what is left of the transaction's, after which the client
-    and the coordinator agree that it is over. A time of our own could end in between, with the two of two minds.
+    Commit and abort have no timeout of their own: they may take what is left of the transaction's, after which client and
+    coordinator agree that it is over. A shorter one could expire while the coordinator still commits, and the two would
+    disagree about the outcome.
     """
 
     def __init__(self, connection: Connection, codec: Codec, name: str, guard: AccessGuard) -> None:
@@ -726,7 +729,9 @@ class KafkaTransactor:
             self._abandon(error)
 
     def close(self) -> None:
-        with suppress(KafkaException):  # of a producer that was fenced: commit has told, and that must be heard
+        with suppress(
+            KafkaException
+        ):  # closing a fenced producer raises again; commit has raised Fenced already, which must not be hidden
             self._producer.flush(1.0)
 
     def _initialise(self) -> Producer:
@@ -755,7 +760,7 @@ class KafkaTransactor:
             try:
                 self._producer.produce(topic, value, key)
                 return
-            except BufferError:  # the queue is full; it empties at the latest when the transaction's time is up
+            except BufferError:  # the queue is full; it drains at the latest when the transaction times out
                 self._producer.poll(0.05)
 
     def _abandon(self, error: KafkaException) -> NoReturn:
@@ -765,9 +770,9 @@ class KafkaTransactor:
         try:
             self._producer.abort_transaction()
         except KafkaException as indefinite:
-            self._raise_if_final(indefinite)  # a new producer would take the id back from whoever has it now
+            self._raise_if_final(indefinite)  # a new producer would take the transactional id back from its new owner
             logger.warning("transaction_in_doubt", transactional_id=self._name, reason=str(indefinite))
-            # of a commit that timed out nobody knows the end: a new producer waits for it, or aborts what was open
+            # The outcome of a commit that timed out is unknown. Initialising a new producer completes or aborts it.
             self._producer = self._initialise()
             raise LogUnavailable(f"the transaction ended in doubt and was abandoned: {error}") from indefinite
         if isinstance(refusal, NotAllowed):
@@ -873,7 +878,7 @@ def prefixes_of(topics: Iterable[str]) -> list[str]:
 
 
 def _request[Result](connection: Connection, question: Callable[[], Result], doing: str) -> Result:
-    """The broker's answer. Raises LogUnavailable or NotAllowed."""
+    """Runs a request to the broker. Raises LogUnavailable or NotAllowed."""
     try:
         return question()
     except KafkaException as error:
@@ -885,14 +890,14 @@ def _request[Result](connection: Connection, question: Callable[[], Result], doi
 def _ends(
     connection: Connection, admin: AdminClient, partitions: Iterable[tuple[str, int]]
 ) -> dict[tuple[str, int], int]:
-    """The next offset of each partition, in one question."""
+    """The next offset of each partition, in one request."""
     return _offsets(connection, admin, partitions, OffsetSpec.latest())  # type: ignore[no-untyped-call]
 
 
 def _starts(
     connection: Connection, admin: AdminClient, partitions: Iterable[tuple[str, int]]
 ) -> dict[tuple[str, int], int]:
-    """The oldest offset of each partition that has not been forgotten, in one question."""
+    """The oldest retained offset of each partition, in one request."""
     return _offsets(connection, admin, partitions, OffsetSpec.earliest())  # type: ignore[no-untyped-call]
 
 
@@ -932,7 +937,7 @@ def _offsets_now(
             raise
         offsets[connection.plain(place.topic), place.partition] = int(answer.offset)
     for (topic, partition), offset in offsets.items():
-        if offset < 0:  # not known: a reader that took it for the end would believe it has read everything
+        if offset < 0:  # unknown: taken for the end, it would make a reader believe that it has caught up
             raise LogUnavailable(f"the broker does not know where {topic}/{partition} ends, or not yet")
     return offsets
 

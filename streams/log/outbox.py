@@ -14,7 +14,7 @@ from schemas.topics import topic_of
 from streams.log.protocol import Log
 
 _WAITING_MAX = 64
-"More large events than this are not held in memory: then whoever appends waits after all."
+"large events held in memory; beyond this, append blocks"
 
 
 class Outbox:
@@ -29,7 +29,7 @@ class Outbox:
         self._failure: ReplaygroundError | None = None
 
     def append(self, event: Event) -> None:
-        """Raises what went wrong with an earlier one: then nothing after that one is on the log."""
+        """Raises the error of an earlier event; nothing after that event is on the log."""
         data = self._codec.encode_whole(event)
         with self._changed:
             self._raise_failure()
@@ -52,7 +52,7 @@ class Outbox:
         self._log.flush(timeout_seconds)
 
     def _store_waiting(self) -> None:
-        """The thread: lives as long as anything waits."""
+        """Body of the thread, which ends when nothing waits."""
         while True:
             with self._changed:
                 if not self._waiting or self._failure is not None:

@@ -69,7 +69,7 @@ class Reader(Protocol):
         """The next offset of every partition polled from so far."""
 
     def seek(self, positions: Iterable[Position]) -> None:
-        """Goes on reading from these positions instead."""
+        """Continues reading from these positions."""
 
     def seek_before_end(self, messages: int) -> None:
         """Goes on reading so many messages before the end of every partition; 0 = only what comes from now on."""
@@ -93,7 +93,7 @@ class Transactor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupLag:
-    """How far a group has come on a topic, in messages over all partitions."""
+    """How far a group has read a topic, in messages over all partitions."""
 
     committed: int
     end: int
@@ -105,12 +105,12 @@ class GroupLag:
 
 @dataclass(frozen=True, slots=True)
 class UnreadMessages:
-    """What a group has not committed of a topic, as the broker's forgetting sees it."""
+    """What a group has not committed of a topic, with respect to retention."""
 
     oldest_milliseconds: int | None
     "when the oldest unread message was written, since the epoch; None when all is read"
     expired: int = 0
-    "offsets that were forgotten before the group had read them"
+    "offsets that retention removed before the group read them"
 
 
 class Log(Protocol):
@@ -124,7 +124,7 @@ class Log(Protocol):
         """Queues an event; blocks while the queue is full. `acknowledged` is called from flush or a later append."""
 
     def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
-        """Queues any bytes on any topic, as they are: for messages that were refused once and are tried again."""
+        """Queues raw bytes on any topic: for rejected messages that are tried again."""
 
     def flush(self, timeout_seconds: float = 30.0) -> None:
         """Returns when everything appended is acknowledged by the log. Raises LogUnavailable otherwise."""
@@ -171,6 +171,6 @@ class Log(Protocol):
         Raises LogUnavailable."""
 
     def make_topics(self) -> None:
-        """Makes the topics of the map that do not exist yet; raises BadInput when one exists otherwise than mapped."""
+        """Creates the topics of schemas.topics that do not exist. Raises BadInput when one exists with other settings."""
 
     def close(self) -> None: ...

@@ -1,8 +1,8 @@
 """Snapshots: the state of a program on the log, so that a restart reads what came after it and not the whole run.
 
 A snapshot holds a state and the positions it was folded up to. Whoever restores it reads on from there; a program whose
-fold has changed (another code_version) passes it over and folds its run from the start. Write one only when everything
-that the state takes for written has been acknowledged: a state ahead of the log would never ask for it again.
+fold has changed (another code_version) passes it over and folds its run from the start. Write one only after
+every event that the state counts as written is acknowledged: a state ahead of the log would never write it again.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Why a program was fenced: by another instance of the same start of its run, or by a newer start of the run.
 
 In the first case a supervisor may start the program again. In the second it must not: the two starts would take the
-transactional id from each other for ever.
+transactional id from each other endlessly.
 """
 
 from schemas.errors import Fenced, LogUnavailable, TakenOver
@@ -17,7 +17,7 @@ def fencing_error(log: Log, run: Run, fenced: Fenced) -> Fenced:
     try:
         newest = newest_start(log, run)
     except LogUnavailable:
-        return fenced  # whoever starts the program again will be fenced again, or find out then
+        return fenced  # the reason is unknown while the log is unavailable; a restarted program is fenced again or finds out then
     if newest <= run.start_number:
         return fenced
     return TakenOver(f"start {run.start_number} of run {run.run_id} was taken over by start {newest}")

@@ -67,7 +67,7 @@ class PassRates:
         return worth if band.low <= successes / total <= band.high else worth * band.outside
 
     def forget_before(self, version: int) -> None:
-        """Lets go of what is too old to matter at `version`, and of families of which nothing is left."""
+        """Forgets observations that are too old to matter at `version`, and families without any left."""
         self._oldest = max(self._oldest, version - _FORGOTTEN_HALF_LIVES * self._half_life_versions)
         for family, seen in list(self._seen.items()):
             for seen_at in [seen_at for seen_at in seen if seen_at < self._oldest]:
@@ -81,7 +81,7 @@ class PassRates:
         return self._seen
 
     def restore(self, seen: Mapping[str, Mapping[int, tuple[Fraction, int]]]) -> None:
-        """Knows this instead of whatever it knew."""
+        """Replaces everything observed so far."""
         self._seen = {family: dict(by_version) for family, by_version in seen.items()}
 
 
@@ -98,4 +98,4 @@ def draw_family(worths: Mapping[str, float], seed: int, number: int) -> str:
         place -= worths[family]
         if place < 0:
             return family
-    return max(worths)  # rounding ate the last hair
+    return max(worths)  # rounding: the subtractions may leave a tiny remainder

@@ -1,5 +1,5 @@
-"""Rejects: a bad message neither blocks nor vanishes. It becomes an EventRejected with its address, and a stage that
-rejects too much stops instead of emptying the log into the dead letters."""
+"""Rejects: a bad message neither blocks nor vanishes. It becomes an EventRejected with its address. A stage that rejects
+too many stops, since then the stage is probably wrong and not the messages."""
 
 from collections import deque
 
@@ -17,7 +17,7 @@ class TooManyRejects(ReplaygroundError):
 
 
 def rejection(run_id: str, stage: str, delivery: Delivery, reason: str, timestamp: int) -> EventRejected:
-    """The fact that `stage` refused a message. The same message refused again has the same id."""
+    """The event that `stage` rejected a message. Rejecting the same message again gives the same id."""
     address = delivery.address
     return EventRejected(
         meta=Meta(
@@ -40,7 +40,7 @@ def rejection(run_id: str, stage: str, delivery: Delivery, reason: str, timestam
 def give_up_rejection(
     run_id: str, stage: str, key: bytes, began_at: Address, reason: str, timestamp: int
 ) -> EventRejected:
-    """The fact that `stage` no longer waits for what belongs to a key. Its messages were taken, so none is repeated here."""
+    """The event that `stage` no longer waits for the rest of a key. Its messages were processed, so none is quoted here."""
     delivery = Delivery(began_at, key, b"", None, reason)
     return rejection(run_id, stage, delivery, reason, timestamp)
 
