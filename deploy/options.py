@@ -30,7 +30,7 @@ def echo_error(text: str) -> None:
 
 
 class EchoOnce:
-    """Prints each line once, however often it is told."""
+    """Prints each distinct line once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()

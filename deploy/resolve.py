@@ -25,7 +25,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class RequestedConfig(Struct, frozen=True, kw_only=True):
-    """What a person asked for."""
+    """A config file as the user wrote it, checked."""
 
     source: str
     "the config file"
@@ -43,7 +43,7 @@ class RequestedConfig(Struct, frozen=True, kw_only=True):
 
 
 class ResolvedConfig(Struct, frozen=True, kw_only=True):
-    """One start of a field or of a run."""
+    """The config of one start of a field or a run, with every address, port and folder filled in."""
 
     run_id: str
     "schemas.run.FIELD for the field"
@@ -66,7 +66,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     "the end of every partition when the run started first"
 
     def run_of(self, worker: str, program: str = OPERATOR) -> Run:
-        """What a program is told."""
+        """The settings that a program gets."""
         return Run(
             run_id=self.run_id,
             seed=self.asked.seed,

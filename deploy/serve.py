@@ -83,7 +83,7 @@ def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: 
     except TakenOver as error:
         logger.info("taken_over", reason=str(error))
         return TAKEN_OVER
-    except Exception:  # the last line of defence: told with its traceback, and the supervisor starts us again
+    except Exception:  # logged with its traceback; the supervisor starts the program again
         logger.exception("crashed")
         return 1
     return 0
@@ -110,7 +110,7 @@ def _with_password(dsn: str) -> str:
 def _write_reason(reason_file: Path, reason: str) -> None:
     try:
         reason_file.write_text(f"{reason}\n")
-    except OSError as error:  # on a folder that is only mounted for reading the log has to do
+    except OSError as error:  # a read-only folder: the log line has to do
         logger.warning("reason_file_not_written", file=str(reason_file), reason=str(error))
 
 
@@ -274,7 +274,7 @@ class Harness:
                 logger.warning("heartbeat_missed", reason=str(error))
                 log.codec.close()
                 log = open_log(self.run)
-        log.codec.close()  # everything was flushed, or was told to be missed
+        log.codec.close()  # every heartbeat was flushed, or logged as missed
 
     def _notice_stall(self, figures: dict[str, float]) -> None:
         stalled = self._watch.is_stalled(figures, time.monotonic())
@@ -286,7 +286,7 @@ class Harness:
                 doing=self.program_metrics.detail,
             )
             if self._ends_when_stalled:
-                # at once: what hangs may not hear a polite word, and whatever it has not committed is read again
+                # At once: a hung program may not react to a signal handler, and what it has not committed is read again.
                 os._exit(1)
         elif self.stalled and not stalled:
             logger.info("stall_ended")
@@ -393,4 +393,4 @@ class _HealthHandler(BaseHTTPRequestHandler):
         return 200, generate_latest(self.server.registry)
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the name is the base class's
-        """Whoever scrapes every few seconds would fill the log."""
+        """Silent: a scraper every few seconds would fill the log."""

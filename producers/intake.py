@@ -1,8 +1,8 @@
-"""What a rollout worker takes from the log and when it may say that it is done: the reader's side of producers.rollouts.
+"""Which requests a rollout worker reads and when it commits them: the reading side of producers.rollouts.
 
-Windows knows which requests of each partition wait, run or have ended, and up to where everything has. Intake is the thread
-that owns the readers: it polls requests and their worlds into a queue, flushes and commits what has ended, and listens for
-what is called off.
+PendingRequests knows which requests of each partition wait, run or have ended, and up to which offset all have. Intake is the
+thread that owns the readers: it polls requests and their worlds into a queue, flushes and commits those that have ended, and
+reads cancellations.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class PendingRequests:
             return True
 
     def pass_by(self, address: Address) -> None:
-        """Takes note of a delivery that is nobody's business here. It takes no room, however many there are."""
+        """Notes a delivery that this worker ignores. Ignored deliveries take no room, however many there are."""
         with self._lock:
             self._reach(address)
 
@@ -70,7 +70,7 @@ class PendingRequests:
         """What is held of the partition, which is ours up to this delivery."""
         place = (address.topic, address.partition)
         stages = self._stages.setdefault(place, {})
-        if place not in self._next:  # ours from here on: what is before this has been committed by somebody
+        if place not in self._next:  # the partition is ours from here on: everything before this offset is committed
             for offset in [offset for offset in stages if offset < address.offset]:
                 del stages[offset]
         self._next[place] = max(self._next.get(place, 0), address.offset + 1)
@@ -264,7 +264,8 @@ class Intake:
         positions = self._windows.to_commit()
         if not positions:
             return
-        self._outbox.flush()  # first the messages, then the word that they are there
+        # before the commit: an offset must not be committed before the messages of its rollout are acknowledged
+        self._outbox.flush()
         try:
             self._reader.commit(positions)
         except Rebalanced:

@@ -82,7 +82,7 @@ def follow(
 
 
 class PlannerLoop:
-    """One life of a planner, step by step: read, decide, and now and then a snapshot."""
+    """Drives one planner: read, decide, and from time to time write a snapshot."""
 
     def __init__(
         self, planner: Planner, run: Run, log: Log, topics: Sequence[str], snapshot_events: int = SNAPSHOT_EVENTS
@@ -154,7 +154,7 @@ def _merge_positions(start: Iterable[Position], reached: Iterable[Position]) -> 
 
 
 def _report_lag(reader: Reader, program_metrics: ProgramMetrics) -> None:
-    """Messages that wait and never come are a stall: a client that has lost its broker would read nothing, and say nothing."""
+    """Reports lag 1 while not caught up, so that a client that silently lost its broker shows as a stall."""
     try:
         program_metrics.gauge("lag", 0 if reader.caught_up() else 1)
     except LogUnavailable as error:

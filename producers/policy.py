@@ -38,7 +38,7 @@ class PolicyFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """All there is to know when the next turn is due."""
+    """Everything a policy needs to produce the next turn."""
 
     task: Task
     seed: int
@@ -106,7 +106,7 @@ def _teacher(model: Model, chat: Chat) -> "ChatTeacher":
 
 
 class _ServerFailed(Exception):
-    """One server could not sample this turn; another one, or the same one later, may."""
+    """One server could not sample this turn; another one, or the same one later, may succeed."""
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class _Servers:
     ) -> Turn:
         """Asks the best server, then the others, then all of them again until patience ends. Raises PolicyFailed.
 
-        `read` makes a turn of an answer, or raises _Refused; servers that sampled `version` last are preferred."""
+        `read` turns a response into a turn, or raises _ServerFailed; servers that sampled `version` last are preferred."""
         give_up = time.monotonic() + self._patience_seconds
         wait_seconds = 0.1
         while True:

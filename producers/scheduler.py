@@ -1,6 +1,6 @@
-"""scheduler: asks for rollouts, as many as staleness allows, and again when the infrastructure failed one.
+"""scheduler: requests rollouts, as many as staleness allows, and retries those that the infrastructure failed.
 
-Plan is pure: `apply` folds what happened, `decide` says what to ask for next. It is composed of folds that can be read one
+Plan is pure: `apply` folds events, `decide` returns what to request next. It is composed of folds that can be read one
 at a time (producers/scheduling): ledger (what is known of every open task), demand (tasks that wait), members (groups under
 way), pacing (where groups stand, and the budget), serving (weights), and cancellation. Events of different topics arrive in
 any order, and every fold gives the same state for each of them. It remembers open work and a stated horizon; the rest is
@@ -115,7 +115,7 @@ class Plan:
         self._serving = Serving()
         self._cancellations = Cancellations()
         self._is_calling_off = False
-        "true while something may have been called off that is not closed yet"
+        "true while a cancelled member may not be closed yet"
         self.is_paused = False
 
     # what happened
@@ -310,7 +310,7 @@ class Plan:
         )
 
     def _cancel(self, now: int, events: list[Event]) -> None:
-        """Closes every member that is called off and has not ended: absence is a fact, so that whoever counts can end."""
+        """Ends every cancelled member that has not ended, so that counting its group comes to an end."""
         if not self._is_calling_off:
             return
         self._is_calling_off = False
@@ -390,7 +390,7 @@ class Plan:
             self._open(self._demand.next_training(self.version, self._pacing.asked), now, events)
 
     def _open(self, ask: GroupRequest, now: int, events: list[Event]) -> int:
-        """Asks for all members of a group, side by side; returns how many."""
+        """Requests all members of a group at once; returns how many."""
         for index in range(ask.task.group_size):
             self._ask(ask, index, 0, now, events)
         return ask.task.group_size
@@ -490,6 +490,6 @@ def _ask_of(event: TaskSubmitted, address: Address | None, run_seed: int) -> Gro
 
 
 def _seed(run_seed: int, task: Task, index: int) -> int:
-    """The weather of a rollout: the same for the same task in every run and evaluation of one seed."""
+    """The seed of a rollout's perturbations: the same for the same task in every run and evaluation of one seed."""
     text = f"{run_seed}/{index}/{task.prompt}/{task.world}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1

@@ -58,7 +58,7 @@ class StackFailed(ReplaygroundError):
 
 
 class ProgressListener(Protocol):
-    """Is told what is being started. Names are for people."""
+    """Is called when a part begins and ends to start. Names are for display."""
 
     def begin(self, part: str) -> None: ...
 
@@ -66,7 +66,7 @@ class ProgressListener(Protocol):
 
 
 class SilentProgress:
-    """A Progress that shows nothing."""
+    """A ProgressListener that shows nothing."""
 
     def begin(self, part: str) -> None: ...
 
@@ -81,7 +81,7 @@ class LogAddresses:
     blobs_url: str
 
     def run_of(self, worker: str) -> Run:
-        """For whoever works on the field as a whole."""
+        """A Run for work on the field as a whole."""
         return Run(
             run_id=FIELD,
             seed=0,
@@ -95,7 +95,7 @@ class LogAddresses:
 
 @dataclass(frozen=True)
 class StackProgram:
-    """A program of ours on the stack."""
+    """One of our programs on the stack."""
 
     supervised: SupervisedProgram
     health: str
@@ -245,7 +245,7 @@ class RunningStack:
 def start(plan: StackPlan, progress: ProgressListener, *, lock: int, foreground: bool) -> RunningStack:
     """Starts a stack and returns when every part is healthy. The caller stops it; when this raises, it is stopped already.
 
-    `lock` is the descriptor of deploy.local.folder.locked, kept open by the guard. In the foreground the stack drains
+    `lock` is the descriptor of deploy.local.folder.hold_lock, kept open by the guard. In the foreground the stack drains
     when the calling thread dies, however it dies; so call it from the main thread. In the background it does so only until
     it has started. Raises BadInput, StackFailed.
     """

@@ -22,7 +22,9 @@ dead_letters = typer.Typer(
     help="Messages that a stage refused: list them, look at one, try again.", no_args_is_help=True
 )
 
-blobs = typer.Typer(help="What is too large for the log: remove what nothing names any more.", no_args_is_help=True)
+blobs = typer.Typer(
+    help="Blobs: what is too large for the log. Remove those that no event names.", no_args_is_help=True
+)
 
 _LOOK_SECONDS = 2.0
 
@@ -227,7 +229,7 @@ def redrive(
     run: RunOption = None,
     field: Field = FIELD,
 ) -> None:
-    """Write refused messages again where they came from, once what refused them is mended.
+    """Write rejected messages to their topics again, after the cause of the rejection is fixed.
 
     Examples:  replayground dead-letters redrive 3 4  ·  replayground dead-letters redrive --all --stage score
     """

@@ -1,4 +1,4 @@
-"""demand: tasks that wait to be asked for, and which comes next: the oldest, or by curriculum.
+"""demand: tasks that wait to be requested, and which comes next: the oldest, or by curriculum.
 
 The curriculum chooses a family (streams.rules.curriculum) and takes the oldest task of it. What it knows is a fold of the
 log, in any order; each choice follows from that, the seed of the run and the number of groups asked for before.
@@ -32,7 +32,7 @@ class DemandState(Struct, frozen=True):
 
 
 class Demand:
-    """Asks that wait. Pure."""
+    """Group requests that wait. Pure."""
 
     def __init__(self, settings: SchedulerSettings, seed: int) -> None:
         self._settings = settings
@@ -84,7 +84,7 @@ class Demand:
         return [ask for queue in self._families.values() for ask in queue.before(floor) if _is_from_feeder(ask)]
 
     def next(self, purpose: Purpose, can_be_served: Callable[[GroupRequest], bool]) -> GroupRequest | None:
-        """The oldest ask that can be served now, of the lowest required version first; not for training."""
+        """The oldest group request that can be served now, of the lowest required version first; not for training."""
         keys = sorted((place for place in self._queues if place[0] == purpose), key=lambda place: place[1] or -1)
         firsts = (self._queues[place].first for place in keys)
         return next((ask for ask in firsts if can_be_served(ask)), None)
@@ -131,7 +131,7 @@ class Demand:
 
 
 class _Queue:
-    """Asks in the order of their submission."""
+    """Group requests in the order of their submission."""
 
     def __init__(self) -> None:
         self._orders: list[tuple[int, str]] = []

@@ -23,7 +23,7 @@ crash is never further away."""
 
 
 class GroupRequest(Struct, frozen=True, kw_only=True):
-    """What every member of a group is asked with."""
+    """What every member of a group is requested with."""
 
     task_id: str
     group_id: str
@@ -181,7 +181,7 @@ class Ledger:
 
     def state(self) -> LedgerState:
         """Call it after `settle`."""
-        assert self.is_caught_up, "half of what is known would be taken for all of it"
+        assert self.is_caught_up, "a state taken before the end of the log would be restored as complete"
         return LedgerState(
             groups=[(group_id, _sorted(group)) for group_id, group in sorted(self._groups.items())],
             recent={partition: list(names) for partition, names in sorted(self._recent.items())},

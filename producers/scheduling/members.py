@@ -28,7 +28,7 @@ def trajectory_id(task_id: str, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemberAction:
-    """A member to be asked for, by this retry; or to be given up, and why."""
+    """Request a member, with this retry number; or give it up, and why."""
 
     ask: GroupRequest
     index: int
