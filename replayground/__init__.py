@@ -6,7 +6,7 @@ Agent, Part, Example, Model                 who plays a task
 Series, Parallel, Loop, HandOff, Team       who works with whom
 Sandbox, Observation                        tools in a sandbox, tried by hand
 Job, load_job                               a job module, loaded and checked
-Field, RunRecord, SqlResult, Submitted      the runs of a field: list, query, read, add tasks
+Field, RunRecord, SqlResult, SubmissionResult      the runs of a field: list, query, read, add tasks
 replayground.events                         the events that Field.tail yields
 
 A name is imported when it is used first: a job module that needs Task alone does not load the sandboxes.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from producers.agent import Agent, Example, Model, Part
-    from producers.submission import Submitted
+    from producers.submission import SubmissionResult
     from producers.topology import HandOff, Loop, Parallel, Series, Team
     from replayground.field import Field, RunRecord, SqlResult
     from replayground.sandbox import Sandbox
@@ -48,7 +48,7 @@ __all__ = [
     "Scorer",
     "Series",
     "SqlResult",
-    "Submitted",
+    "SubmissionResult",
     "Table",
     "Task",
     "Team",
@@ -63,7 +63,7 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "producers.agent": ("Agent", "Example", "Model", "Part"),
-    "producers.submission": ("Submitted",),
+    "producers.submission": ("SubmissionResult",),
     "producers.topology": ("HandOff", "Loop", "Parallel", "Series", "Team"),
     "replayground.field": ("Field", "RunRecord", "SqlResult"),
     "replayground.sandbox": ("Sandbox",),

@@ -12,10 +12,10 @@ import msgspec
 
 from deploy.field import existing_field
 from deploy.operate.requests import listed_runs, read_log, select, submit_lines
-from deploy.operate.tail import Wanted, topics_of
-from deploy.options import FIELD, FIELD_VARIABLE, say_aside
-from deploy.traces_client import ListedRun
-from producers.submission import Submitted
+from deploy.operate.tail import EventFilter, topics_of
+from deploy.options import FIELD, FIELD_VARIABLE, echo_error
+from deploy.traces_client import RunEntry
+from producers.submission import SubmissionResult
 from schemas.events import Event, Task
 from streams.log.protocol import Delivery
 
@@ -111,11 +111,11 @@ class Field:
 
     def runs(self) -> list[RunRecord]:
         """All runs, past and present, newest first."""
-        return [_record(run) for run in listed_runs(self.path, say_aside)]
+        return [_record(run) for run in listed_runs(self.path, echo_error)]
 
     def sql(self, text: str, run: str | None = None) -> SqlResult:
         """The answer of the trace store to one SELECT, over all runs or one. docs/python_api.md names the tables."""
-        return _result(select(self.path, text, run, say_aside))
+        return _result(select(self.path, text, run, echo_error))
 
     def tail(
         self,
@@ -137,10 +137,10 @@ class Field:
         follow      wait for more at the end, instead of ending there
         """
         names = topics_of([topics] if isinstance(topics, str) else topics)
-        wanted = Wanted(None, task, trajectory, frozenset(types))
-        return _events(read_log(self.path, names, wanted, run, last, lambda: follow, say_aside))
+        wanted = EventFilter(None, task, trajectory, frozenset(types))
+        return _events(read_log(self.path, names, wanted, run, last, lambda: follow, echo_error))
 
-    def submit(self, tasks: Iterable[Task | Mapping[str, Any]], run: str | None = None) -> Submitted:
+    def submit(self, tasks: Iterable[Task | Mapping[str, Any]], run: str | None = None) -> SubmissionResult:
         """Adds tasks to an active run: to the only one, unless `run` names it. The field must be up.
 
         A mapping holds the fields of a line of `replayground submit`. A Task of split "heldout" is evaluated, any other is
@@ -149,7 +149,7 @@ class Field:
         return submit_lines(self.path, lines, run, "tasks")[1]
 
 
-def _record(run: ListedRun) -> RunRecord:
+def _record(run: RunEntry) -> RunRecord:
     return RunRecord(
         run_id=run.run_id,
         job=run.job,

@@ -22,7 +22,7 @@ import typer
 
 from deploy.cli import app
 from deploy.documentation.reference import config_sections
-from producers.formats import Answer, Call, parse
+from producers.formats import FinalAnswer, ToolCall, parse
 from sandboxes.backends.bubblewrap import BubblewrapBackend
 from sandboxes.pool import Pool
 from sandboxes.tools.registry import toolset
@@ -269,9 +269,9 @@ async def test_the_job_of_the_tutorial_works(tutorial_job: Path) -> None:
             turns: list[tuple[str, str]] = []
             async with Workbench(pool, toolset(task.toolset, job.tools), seed=seed, owner=str(seed)) as bench:
                 said = parse(text := job.demonstrate(task, turns, seed))
-                if isinstance(said, Call):
+                if isinstance(said, ToolCall):
                     turns.append((text, (await bench.call(said.tool, said.arguments)).content))
                     said = parse(job.demonstrate(task, turns, seed))
-            assert isinstance(said, Answer)
+            assert isinstance(said, FinalAnswer)
             right += said.text == task.reference
     assert 5 <= right <= 15

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from deploy.documentation.reference import pages
-from schemas.programs import page as topics_page
+from schemas.programs import topics_page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

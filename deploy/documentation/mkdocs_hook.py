@@ -13,7 +13,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import TracesClient
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"(!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
@@ -33,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: TracesClient, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Resolves links to folders."""
     folder = posixpath.dirname(page.file.src_uri)
 

@@ -14,12 +14,12 @@ import msgspec
 
 from deploy.field import Say, open_field, running_field
 from deploy.local.folder import FieldFolder, is_locked
-from deploy.operate.tail import Wanted, tail
+from deploy.operate.tail import EventFilter, tail
 from deploy.resolve import ResolvedConfig
 from deploy.run_lifecycle import log_of, resolved_run
 from deploy.runs import find_run, list_runs, only_id
 from deploy.traces_client import RunEntry, TracesClient
-from producers.submission import Submitted, submit
+from producers.submission import SubmissionResult, submit
 from schemas.errors import BadInput
 from streams.log.kafka import KafkaLog
 from streams.log.protocol import Delivery
@@ -46,7 +46,7 @@ def select(path: Path, statement: str, run: str | None, echo: Say) -> dict[str, 
 def read_log(
     path: Path,
     topics: Sequence[str],
-    wanted: Wanted,
+    wanted: EventFilter,
     run: str | None,
     messages: int | None,
     goes_on: Callable[[], bool],
@@ -59,7 +59,7 @@ def read_log(
         yield from tail(log, topics, wanted, messages, goes_on)
 
 
-def submit_lines(path: Path, lines: Iterable[bytes], run: str | None, source: str) -> tuple[str, Submitted]:
+def submit_lines(path: Path, lines: Iterable[bytes], run: str | None, source: str) -> tuple[str, SubmissionResult]:
     """Adds tasks to an active run; returns its id and what came of it. The field must be up."""
     folder, on = running_field(path)
     with log_of(on) as log:

@@ -77,8 +77,8 @@ def test_tasks_are_submitted_once_and_read_back(folder: Path) -> None:
     field = Field(folder / "field")
     (run,) = field.runs()
     tasks = [_task(f"What is {n} times 2?", str(n * 2), "heldout" if n == 2 else "train") for n in range(3)]
-    assert field.submit(tasks, run=run.run_id) == replayground.Submitted(3, 0)
-    assert field.submit(tasks) == replayground.Submitted(0, 3)
+    assert field.submit(tasks, run=run.run_id) == replayground.SubmissionResult(3, 0)
+    assert field.submit(tasks) == replayground.SubmissionResult(0, 3)
     found = list(field.tail("tasks", run=run.run_id, types=["TaskSubmitted"]))
     purposes = {e.task.prompt: e.meta.purpose for e in found if isinstance(e, TaskSubmitted) and e.task.group_size == 2}
     assert purposes == {"What is 0 times 2?": "train", "What is 1 times 2?": "train", "What is 2 times 2?": "eval"}

@@ -43,7 +43,7 @@ SIGNATURES = {
     "SqlResult": "(columns, rows, truncated=False)",
     "SqlResult.to_arrow": "(self)",
     "SqlResult.to_pandas": "(self)",
-    "Submitted": "(submitted, repeated)",
+    "SubmissionResult": "(submitted, repeated)",
     "Table": "(columns, rows)",
     "Task": "(*, prompt, reference, agent, toolset, world, scorers, group_size, split, tags=<factory>, world_hash='')",
     "Team": "(*, name, leader, workers)",

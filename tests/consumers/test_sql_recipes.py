@@ -9,7 +9,7 @@ import pytest
 from consumers.clickhouse.migrations import TABLES
 from consumers.clickhouse.queries import SESSIONS_OF_RUNS
 from consumers.clickhouse.rows import event_row
-from consumers.clickhouse.sql_guard import checked
+from consumers.clickhouse.sql_guard import check_sql
 from consumers.clickhouse.store import Store
 from schemas.events import Address, Event
 from tests.consumers.synthetic_run import BEGAN, SyntheticRun, run_of
@@ -37,7 +37,7 @@ def test_there_are_recipes() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: " ".join(recipe.split())[:60])
 def test_a_recipe_answers(two_runs: Store, recipe: str) -> None:
-    answer = two_runs.ask(checked(recipe))
+    answer = two_runs.ask(check_sql(recipe))
     assert answer.rows
     if "run_id" in answer.columns:
         at = answer.columns.index("run_id")
@@ -46,7 +46,7 @@ def test_a_recipe_answers(two_runs: Store, recipe: str) -> None:
 
 def test_the_held_out_score_is_that_of_the_list_of_runs(two_runs: Store) -> None:
     (recipe,) = (recipe for recipe in RECIPES if "held_out_score" in recipe)
-    shown = {(run, session): score for run, session, _, score in two_runs.ask(checked(recipe)).rows}
+    shown = {(run, session): score for run, session, _, score in two_runs.ask(check_sql(recipe)).rows}
     listed = two_runs.ask(SESSIONS_OF_RUNS, {"runs": ["run-1", "run-2"]}).dicts()
     assert len(shown) == 2 * 2 * 2, "two runs, first and last version, sampled and greedy"
     expected = {

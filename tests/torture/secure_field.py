@@ -19,7 +19,7 @@ from schemas.programs import ACCESS, OPERATOR
 from schemas.run import JobSettings, Run
 from streams.log.apply_acls import apply_acls
 from streams.log.connect import open_log
-from streams.log.connection import Connection, Questions
+from streams.log.connection import BrokerClient, Connection
 
 _PATIENCE_SECONDS = 180.0
 
@@ -47,7 +47,7 @@ class SecureField:
     def is_in_sync(self) -> bool:
         """Whether every partition has all its replicas in sync, so that the loss of one broker can be borne."""
         try:
-            with Questions(Connection(self.admin.log, OPERATOR)).client() as admin:
+            with BrokerClient(Connection(self.admin.log, OPERATOR)).client() as admin:
                 topics = admin.list_topics(timeout=10.0).topics.values()
         except (LogUnavailable, KafkaException):  # while a broker starts, none may answer
             return False
