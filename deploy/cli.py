@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deploy import authoring
 from deploy.operate import commands, inspection
 from deploy.options import FIELD, EchoOnce, Field, RunArgument, console
 from deploy.options import echo as _say
@@ -62,6 +63,7 @@ def run(
 ) -> None:
     """Start a new run on the field and show it live. Starts the field if it is not running.
 
+    The job is tried first, for about a second (see `check`): nothing is started for a job that cannot be practised.
     Ctrl-C drains and stops the run; the field stays up. `replayground resume` goes on with a run that was stopped.
 
     Examples:  replayground run  ·  replayground run my.toml --seed 1 --exit  ·  replayground run my.toml --detach
@@ -75,6 +77,7 @@ def run(
 
     _require_one(leave, detach)
     terminate_on_signals()
+    authoring.require_sound(job or DEFAULT_CONFIG, seed)
     asked = read_request(job or DEFAULT_CONFIG, seed)
     folder, resolved, _ = ensure_field(field, asked, lambda: StartProgress(console), _say)
     try:
@@ -207,6 +210,9 @@ def down(field: Field = FIELD) -> None:
     _say(f"✓ stopped {time.monotonic() - began:.1f} s")
 
 
+app.command()(authoring.init)
+app.command()(authoring.check)
+app.command()(authoring.doctor)
 app.command()(inspection.status)
 app.command()(inspection.runs)
 app.command()(inspection.logs)

@@ -5,11 +5,13 @@ folders may be left out: the local stack fills them in (deploy.resolve). FIELD_S
 have them too, and then they must agree with the field that the job is run on. All others describe the run.
 """
 
+import copy
 import difflib
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -103,6 +105,13 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     local: LocalSettings = LocalSettings()
 
 
+class Problem(NamedTuple):
+    """What is wrong with a config, and which setting or section it concerns, such as job.steps."""
+
+    setting: str
+    sentence: str
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """A TOML file as it stands, relative paths made absolute. Raises BadInput with the line of a mistake."""
     try:
@@ -122,12 +131,24 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def parse_config(raw: dict[str, Any], source: Path) -> Config:
     """Checks every field. Raises BadInput that names file, section.field and what is allowed."""
-    try:
-        config = msgspec.convert(raw, Config, strict=True)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"{source}: {_explain(str(error))}") from error
-    _require_agreement(config, source)
+    config, problems = examine(raw)
+    for problem in problems:
+        raise BadInput(f"{source}: {problem.sentence}")
     return config
+
+
+def examine(raw: dict[str, Any]) -> tuple[Config, list[Problem]]:
+    """Everything that is wrong with a config; and the config without what is wrong, so that the rest can be tried too."""
+    rest = copy.deepcopy(raw)
+    problems: list[Problem] = []
+    while True:
+        try:
+            config = msgspec.convert(rest, Config, strict=True)
+            return config, [*problems, *_disagreements(config)]
+        except msgspec.ValidationError as error:
+            problem = _explain(str(error))
+            problems.append(problem)
+            _drop(rest, problem.setting)
 
 
 def load_config(path: Path) -> Config:
@@ -162,53 +183,67 @@ def set_setting(raw: dict[str, Any], setting: str, value: Any) -> None:
     raw[name] = value
 
 
-def _require_agreement(config: Config, source: Path) -> None:
+def _drop(raw: dict[str, Any], setting: str) -> None:
+    """Removes a setting, or the nearest section above it: NAME stands for an entry that msgspec does not tell."""
+    *sections, name = re.sub(r"\[\d+\].*|\.NAME.*", "", setting).split(".")
+    for section in sections:
+        raw = raw[section]
+    del raw[name]
+
+
+def _disagreements(config: Config) -> Iterator[Problem]:
     """What concerns more than one section, and what is cheaper to notice now than by a program in a minute."""
     if config.job.staleness_target > config.job.staleness_max:
-        raise BadInput(f"{source}: job.staleness_target must be at most job.staleness_max ({config.job.staleness_max})")
+        sentence = f"job.staleness_target must be at most job.staleness_max ({config.job.staleness_max})"
+        yield Problem("job.staleness_target", sentence)
     known = [program.name for program in PROGRAMS_OF_RUN]
     unknown = [name for name in config.harness.programs if name not in known]
     if unknown:
-        raise BadInput(f"{source}: harness.programs: there is no {unknown[0]}; allowed: {', '.join(known)}")
+        sentence = f"harness.programs: there is no {unknown[0]}; allowed: {', '.join(known)}"
+        yield Problem("harness.programs", sentence)
     if bool(config.log.bootstrap_servers) != bool(config.log.registry_url):
-        raise BadInput(
-            f"{source}: set both log.bootstrap_servers and log.registry_url, or neither for a broker and a registry on "
-            "this machine"
-        )
+        sentence = "set both log.bootstrap_servers and log.registry_url, or neither for a broker and a registry on this machine"
+        yield Problem("log", sentence)
     if config.feeder.tasks_file is not None and not Path(config.feeder.tasks_file).is_file():
-        raise BadInput(
-            f"{source}: feeder.tasks_file {config.feeder.tasks_file} does not exist: name a JSONL file of tasks"
-        )
+        sentence = f"feeder.tasks_file {config.feeder.tasks_file} does not exist: name a JSONL file of tasks"
+        yield Problem("feeder.tasks_file", sentence)
     if config.trainer.model.path is not None:
-        _require_model(Path(config.trainer.model.path), source)
+        yield from _problems_of_model(Path(config.trainer.model.path))
 
 
-def _require_model(folder: Path, source: Path) -> None:
+def _problems_of_model(folder: Path) -> Iterator[Problem]:
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
     if missing:
-        raise BadInput(
-            f"{source}: trainer.model.path {folder} is no model folder (it has no {', no '.join(missing)}): name a "
-            "folder with config.json, tokenizer.json and *.safetensors, or leave the field out"
+        yield Problem(
+            "trainer.model.path",
+            f"trainer.model.path {folder} is no model folder (it has no {', no '.join(missing)}): name a "
+            "folder with config.json, tokenizer.json and *.safetensors, or leave the field out",
         )
 
 
-def _explain(problem: str) -> str:
+def _explain(problem: str) -> Problem:
     """msgspec's message in the words of a TOML file."""
     what, _, where = problem.replace("[...]", ".NAME").partition(" - at `$")
     path = [part for part in where.rstrip("`").lstrip(".").split(".") if part]
+    section = ".".join(path)
+    lacking = re.fullmatch(r"Object missing required field `(.*)`", what)
+    if lacking is not None:
+        return Problem(section, f"[{section}] lacks the field {lacking.group(1)}: add it")
     unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what)
     if unknown is None:
-        return f"{'.'.join(path)}: {what.replace('`', '')}"
+        return Problem(section, f"{section}: {what.replace('`', '')}")
     name, allowed = unknown.group(1), list(_fields(_settings_at(path)))
+    setting = ".".join([*path, name])
     if path == ["local"] and name in ("programs", "restarts_max"):
-        return f"[local] {name} describes a run, not the field: set it in [harness]"
+        return Problem(setting, f"[local] {name} describes a run, not the field: set it in [harness]")
     close = difflib.get_close_matches(name, allowed, 1)
     hint = f"did you mean {close[0]}? " if close else ""
     if not path:
-        return f"there is no section [{name}]; {hint}allowed: {', '.join(f'[{section}]' for section in allowed)}"
-    return f"[{'.'.join(path)}] has no field {name}; {hint}allowed: {', '.join(allowed)}"
+        listed = ", ".join(f"[{section}]" for section in allowed)
+        return Problem(setting, f"there is no section [{name}]; {hint}allowed: {listed}")
+    return Problem(setting, f"[{section}] has no field {name}; {hint}allowed: {', '.join(allowed)}")
 
 
 def _settings_at(path: list[str]) -> Any:

@@ -109,7 +109,7 @@ def _files_of_setting(raw: dict[str, Any], setting: str) -> Iterator[SourceFile]
     if not isinstance(value, str) or not value:
         return
     if setting == "job.module" and not _is_file_name(value):
-        origin = _origin_of(value)
+        origin = origin_of(value)
         if origin is not None:
             yield SourceFile(origin, origin.name, setting)
         return
@@ -129,7 +129,7 @@ def _is_file_name(module: Any) -> bool:
     return isinstance(module, str) and module.endswith(".py")
 
 
-def _origin_of(module: str) -> Path | None:
+def origin_of(module: str) -> Path | None:
     """The source file of a dotted name; None when it has none, which whoever loads it will tell."""
     try:
         specification = importlib.util.find_spec(module)
@@ -141,7 +141,7 @@ def _origin_of(module: str) -> Path | None:
 
 def _is_here(value: str, files: Sequence[RunFile]) -> bool:
     """Whether every file stands where the config of the run says, with the same bytes."""
-    path = Path(value) if value.endswith(".py") or "/" in value else _origin_of(value)
+    path = Path(value) if value.endswith(".py") or "/" in value else origin_of(value)
     if path is None:
         return False
     return all(_digest(_original_of(path, file)) == file.sha256 for file in files)

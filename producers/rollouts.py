@@ -37,7 +37,7 @@ from sandboxes.workbench import Workbench
 from sandboxes.worlds.world import WORLD_TOOLS, world_from_json
 from schemas.blobs import Blobs, open_blobs
 from schemas.errors import BlobDamaged, LogUnavailable
-from schemas.events import Event, Meta, RolloutRequested, WeightsPublished
+from schemas.events import Event, Meta, RolloutRequested, Task, WeightsPublished
 from schemas.ids import now_microseconds
 from schemas.job import Job, load_job
 from schemas.metrics import ProgramMetrics
@@ -78,12 +78,20 @@ def work(
     chat_files = _chat_files(run, log, blobs, stop)
     if chat_files is None:
         return
-    known = SHIPPED | WORLD_TOOLS | {tool.name: tool for tool in job.tools if tool.source}
-    backend = backend or open_backend(
-        settings.isolation, known, settings.limits, libraries=LIBRARIES, first_uid=_first_uid()
-    )
+    backend = backend or backend_of(job, settings)
     worker = _Worker(run, settings, program_metrics, stop, log, blobs, job, chat_of(chat_files), recording)
     asyncio.run(worker.work(backend))
+
+
+def backend_of(job: Job, settings: RolloutsSettings) -> Backend:
+    """Opens the sandboxes that the job's tools run in."""
+    known = SHIPPED | WORLD_TOOLS | {tool.name: tool for tool in job.tools if tool.source}
+    return open_backend(settings.isolation, known, settings.limits, libraries=LIBRARIES, first_uid=_first_uid())
+
+
+def system_prompt_of(job: Job, task: Task) -> str:
+    """What the one agent of a job without agents reads before the task."""
+    return job.system_prompt or f"Tools: {' '.join(task.toolset)}"
 
 
 class _MeteredPolicy:
@@ -264,7 +272,7 @@ class _Worker:
                 policy=policy,
                 bench=Workbench(self._pool, tools, world, seed=request.seed, owner=owner, lease_seconds=seconds + 5),
                 chat=self._chat,
-                system_prompt=self._job.system_prompt or f"Tools: {' '.join(request.task.toolset)}",
+                system_prompt=system_prompt_of(self._job, request.task),
                 worker=self._run.worker,
                 emit=self._append,
                 keep_blob=self._keep_blob,

@@ -69,23 +69,31 @@ class KnownNames:
         """ValueError, with all that exists, for a scorer, tool or agent that does not."""
         named = (task.agent, "", *task.toolset, "", *task.scorers)
         if named not in self._passed:  # tasks of a job name the same few things a million times
-            self._require_agent(task.agent)
-            require_tools(self.agent_catalog.tools_of(task), self.job.tools)
-            self._require_scorers(task.scorers)
+            for problem in self.problems(task):
+                raise ValueError(problem)
             self._passed.add(named)
 
-    def _require_agent(self, name: str) -> None:
+    def problems(self, task: Task) -> Iterator[str]:
+        """What is wrong with the names of a task, a sentence each."""
+        yield from self._problems_of_agent(task.agent)
+        try:
+            require_tools(self.agent_catalog.tools_of(task), self.job.tools)
+        except ValueError as error:
+            yield str(error)
+        yield from self._problems_of_scorers(task.scorers)
+
+    def _problems_of_agent(self, name: str) -> Iterator[str]:
         known = [*self.agent_catalog.agents, *self.agent_catalog.topologies]
         if known and name not in known:
-            raise ValueError(f"there is no agent {name!r}; known agents: {', '.join(sorted(known))}")
+            yield f"there is no agent {name!r}; known agents: {', '.join(sorted(known))}"
 
-    def _require_scorers(self, names: Sequence[str]) -> None:
+    def _problems_of_scorers(self, names: Sequence[str]) -> Iterator[str]:
         known = scorers_by_name(self.job.scorers)
         if not names:
-            raise ValueError(f"a task needs at least one scorer; known scorers: {', '.join(sorted(known))}")
+            yield f"a task needs at least one scorer; known scorers: {', '.join(sorted(known))}"
         for name in names:
             if name not in known:
-                raise ValueError(f"there is no scorer {name!r}; known scorers: {', '.join(sorted(known))}")
+                yield f"there is no scorer {name!r}; known scorers: {', '.join(sorted(known))}"
 
 
 def read_tasks(path: Path, names: KnownNames) -> list[Task]:
@@ -100,9 +108,18 @@ def read_tasks(path: Path, names: KnownNames) -> list[Task]:
 def parse_lines(lines: Iterable[bytes], source: str, names: KnownNames, group_size: int) -> list[tuple[TaskLine, Task]]:
     """Every task of these lines; empty lines are passed over. Raises BadInput that says what is wrong with the first bad
     line, and names the others. `group_size` is for tasks that do not say theirs."""
-    parsed: list[tuple[TaskLine, Task]] = []
-    bad: list[int] = []
-    first = ""
+    read = list(read_lines(lines, names, group_size))
+    bad = [(number, line) for number, line in read if isinstance(line, str)]
+    if bad:
+        number, problem = bad[0]
+        raise BadInput(f"{source}, line {number}: {problem}{_others([other for other, _ in bad[1:]])}")
+    return [line for _, line in read if not isinstance(line, str)]
+
+
+def read_lines(
+    lines: Iterable[bytes], names: KnownNames, group_size: int
+) -> Iterator[tuple[int, tuple[TaskLine, Task] | str]]:
+    """Every line that is not empty with its number: its task, or what is wrong with it."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -110,13 +127,9 @@ def parse_lines(lines: Iterable[bytes], source: str, names: KnownNames, group_si
             read = msgspec.json.decode(line, type=TaskLine)
             task = read.task(1 if read.purpose == "eval" else group_size)
             names.require(task)
-            parsed.append((read, task))
+            yield number, (read, task)
         except (ValueError, msgspec.MsgspecError) as error:
-            first = first or str(error)
-            bad.append(number)
-    if bad:
-        raise BadInput(f"{source}, line {bad[0]}: {first}{_others(bad[1:])}")
-    return parsed
+            yield number, str(error)
 
 
 def _others(numbers: list[int]) -> str:

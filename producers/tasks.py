@@ -48,6 +48,8 @@ from streams.log.protocol import Log
 TOPICS_READ = ("tasks", "attempts", "weights")
 DEMONSTRATIONS = "demonstrations"
 TRAINING = "train"
+DEMONSTRATOR = "demonstrator"
+"the agent of demonstrations, where the job defines no agents"
 _EVALUATION_NAME = re.compile(r"eval-v([0-9]{4}|[1-9][0-9]{4,17})-(?:sampled|greedy)")
 _FOLD = "feeder-1"
 "changes whenever the same events would give another state"
@@ -296,7 +298,7 @@ class Feed:
     def _demonstrate(self, now: int, events: list[Event]) -> None:
         if self._demonstrations_are_over:
             return
-        session = _Session(DEMONSTRATIONS, "demonstrate", "train", 1, self._settings.sampling, agent="demonstrator")
+        session = _Session(DEMONSTRATIONS, "demonstrate", "train", 1, self._settings.sampling, agent=DEMONSTRATOR)
         self._submit_up_to(session, self._run.job.demonstrations, now, events)
         if self._has_ended(session, self._run.job.demonstrations):
             self._demonstrations_are_over = True
@@ -347,9 +349,7 @@ class Feed:
 
     def _draw(self, session: _Session, start: int) -> Iterator[Task]:
         """All evaluations see the same held-out tasks; demonstrations and training see different ones."""
-        purpose = "heldout" if session.split == "heldout" else session.name
-        digest = hashlib.sha256(f"{self._run.seed}/{purpose}".encode()).digest()
-        return self._tasks(session.split, int.from_bytes(digest[:4]), start)
+        return self._tasks(session.split, seed_of(self._run.seed, session.split, session.name), start)
 
     def _task_id(self, session: str, number: int) -> str:
         return derived_id("task", self._run.run_id, session, number)
@@ -453,14 +453,25 @@ class _TaskStream:
         return drawn
 
 
-def tasks_of(run: Run, settings: FeederSettings, job: Job) -> Tasks:
-    """Where tasks come from: the job, or a file of one's own. Raises BadInput."""
-    agent_catalog = agent_catalog_of(job, run.job.agents)
+def seed_of(run_seed: int, split: str, session: str) -> int:
+    """The seed that the tasks of a session are drawn with. All held-out sessions of a run have the same."""
+    purpose = "heldout" if split == "heldout" else session
+    return int.from_bytes(hashlib.sha256(f"{run_seed}/{purpose}".encode()).digest()[:4])
+
+
+def require_teacher(job: Job, agent_catalog: AgentCatalog, demonstrations: int) -> None:
+    """Raises BadInput when demonstrations are asked for and nobody can give them."""
     taught = any(agent.teacher for agent in agent_catalog.agents.values())
-    if run.job.demonstrations > 0 and job.demonstrate is None and not taught:
+    if demonstrations > 0 and job.demonstrate is None and not taught:
         raise BadInput(
             f"job {job.name} has no function demonstrate: give it one, give an agent a teacher, or set [job] demonstrations = 0"
         )
+
+
+def tasks_of(run: Run, settings: FeederSettings, job: Job) -> Tasks:
+    """Where tasks come from: the job, or a file of one's own. Raises BadInput."""
+    agent_catalog = agent_catalog_of(job, run.job.agents)
+    require_teacher(job, agent_catalog, run.job.demonstrations)
     if settings.tasks_file is None:
         tasks = check_tasks(job.tasks, KnownNames(job, agent_catalog), f"job {job.name}")
         require_first(tasks, f"job {job.name}")

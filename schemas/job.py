@@ -20,6 +20,7 @@ SCAFFOLD: tuple[str, ...]
     Optional. Pieces of text that such a tokenizer knows as one token each.
 """
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -88,13 +89,30 @@ def load_job(module: str) -> Job:
         name=loaded.__name__,
         tasks=_with_start(tasks),
         system_prompt=getattr(loaded, "SYSTEM_PROMPT", ""),
-        tools=tuple(getattr(loaded, "TOOLS", ())),
-        scorers=tuple(getattr(loaded, "SCORERS", ())),
+        tools=_parts(loaded, "TOOLS", ("name", "parameters"), "functions with @tool"),
+        scorers=_parts(loaded, "SCORERS", ("name", "version", "score"), "objects with name, version and score()"),
         demonstrate=getattr(loaded, "demonstrate", None),
         texts=getattr(loaded, "texts", None),
-        scaffold=tuple(getattr(loaded, "SCAFFOLD", ())),
-        agents=tuple(getattr(loaded, "AGENTS", ())),
+        scaffold=_parts(loaded, "SCAFFOLD", (), "texts"),
+        agents=_parts(loaded, "AGENTS", ("name",), "agents, topologies and models"),
     )
+
+
+def _parts(loaded: ModuleType, name: str, needs: tuple[str, ...], what: str) -> tuple[Any, ...]:
+    """A tuple that the module defines, empty when it does not. Raises BadInput for what the programs could not use."""
+    parts = getattr(loaded, name, ())
+    if not isinstance(parts, tuple | list):
+        raise BadInput(
+            f"{name} of job module {loaded.__name__} is {type(parts).__name__}, not a tuple of {what}: with one entry "
+            f"it is written {name} = (entry,)"
+        )
+    for part in parts:
+        lacks = next((attribute for attribute in needs if not hasattr(part, attribute)), None)
+        if isinstance(part, type) or lacks is not None:
+            shown = getattr(part, "__name__", type(part).__name__)
+            why = f"the class {shown}, not an object: write {shown}()" if isinstance(part, type) else shown
+            raise BadInput(f"{name} of job module {loaded.__name__} holds {why}; it takes {what}")
+    return tuple(parts)
 
 
 def _with_start(tasks: Any) -> Tasks:
@@ -102,6 +120,7 @@ def _with_start(tasks: Any) -> Tasks:
     if "start" in inspect.signature(tasks).parameters:
         return tasks  # type: ignore[no-any-return]
 
+    @functools.wraps(tasks)
     def drawn(split: str, seed: int, start: int = 0) -> Iterator[Task]:
         return islice(tasks(split, seed), start, None)
 
@@ -115,6 +134,8 @@ def _from_name(name: str) -> ModuleType:
         raise BadInput(
             f"job module {name} cannot be imported: {error}; set [job] module to a dotted name or a .py file"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"job module {name} fails when loaded: {type(error).__name__}: {error}") from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -127,6 +148,6 @@ def _from_file(path: Path) -> ModuleType:
     sys.modules[path.stem] = module  # classes defined in it must be able to find their module
     try:
         specification.loader.exec_module(module)
-    except Exception as error:  # whatever the person's module raises, it is the module that is wrong
+    except (Exception, SystemExit) as error:  # whatever the person's module raises, it is the module that is wrong
         raise BadInput(f"job module {path} fails when loaded: {type(error).__name__}: {error}") from error
     return module

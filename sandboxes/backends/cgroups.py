@@ -47,13 +47,20 @@ class CgroupRoot(msgspec.Struct, frozen=True):
 
 def find_cgroup_root(process: Path = Path("/proc/self")) -> CgroupRoot:
     """Raises NoCgroups. Removes the groups that dead programs left here."""
+    home = writable_home(process)
+    for folder in home.folders:
+        remove_orphans(folder)
+    return home
+
+
+def writable_home(process: Path = Path("/proc/self")) -> CgroupRoot:
+    """Where groups can be made. Changes nothing. Raises NoCgroups."""
     mounts = (process / "mountinfo").read_text()
     own = (process / "cgroup").read_text()
     home = cgroup_root_in(mounts, own)
     for folder in home.folders:
         if not os.access(folder, os.W_OK):
             raise NoCgroups(f"{folder} is not writable for this user")
-        remove_orphans(folder)
     return home
 
 

@@ -52,27 +52,27 @@ def score_trajectory(trajectory: TrajectoryAssembled, name: str, scorers: Mappin
         known = ", ".join(sorted(scorers))
         return _exclude(f"no scorer is called {name}; there are {known}")
     try:
-        return _check_score(scorers[name].score(trajectory))
+        return checked(scorers[name].score(trajectory))
     except (Exception, SystemExit) as error:
         return _exclude(f"scorer failed: {_describe_error(error)}")
 
 
-def _check_score(score: object) -> Score:
+def checked(score: object) -> Score:
     """A score that can be written to the log and counted with. Raises TypeError, ValueError."""
     if not isinstance(score, Score):
         raise TypeError(f"it returned {type(score).__name__} instead of Score")
-    checked = Score(
+    plain = Score(
         score=float(score.score),
         parts={str(name): float(value) for name, value in score.parts.items()},
         evidence=str(score.evidence),
         excluded_because=None if score.excluded_because is None else str(score.excluded_because),
     )
-    for value in (checked.score, *checked.parts.values()):
+    for value in (plain.score, *plain.parts.values()):
         if not abs(value) <= SCORE_MAX:  # true of NaN too
             raise ValueError(f"{value} is not a number between -{SCORE_MAX:g} and {SCORE_MAX:g}")
-    for text in (checked.evidence, checked.excluded_because or "", *checked.parts):
+    for text in (plain.evidence, plain.excluded_because or "", *plain.parts):
         text.encode()  # a lone surrogate cannot be written as UTF-8
-    return checked
+    return plain
 
 
 def _exclude(reason: str) -> Score:

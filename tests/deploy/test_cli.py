@@ -20,7 +20,22 @@ from deploy.runs import list_runs
 from schemas.blobs import Blobs
 from tests.deploy.test_supervisor import eventually, members
 
-COMMANDS = ("run", "resume", "stop", "up", "down", "status", "runs", "logs", "sql", "report", "serve")
+COMMANDS = (
+    "init",
+    "check",
+    "doctor",
+    "run",
+    "resume",
+    "stop",
+    "up",
+    "down",
+    "status",
+    "runs",
+    "logs",
+    "sql",
+    "report",
+    "serve",
+)
 ONE_PROGRAM = '[harness]\nprograms = ["cut"]\n'
 
 
@@ -60,8 +75,8 @@ def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("run", "none.toml"), "none.toml cannot be read"),
-        (("run", "broken.toml"), "broken.toml is no TOML"),
+        (("run", "none.toml"), "none.toml: cannot be read"),
+        (("run", "broken.toml"), "broken.toml:1: is no TOML"),
         (("run", "unknown.toml"), "[job] has no field stps; did you mean steps?"),
         (("run", "busy.toml"), "traces.port ="),
         (("run", "full.toml"), "bytes free and"),

@@ -1,0 +1,104 @@
+"""What a check tried, and what it found."""
+
+import contextlib
+import signal
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Literal
+
+from deploy.checking.places import Place
+
+STEP_SECONDS_MAX = 60.0
+"code of a job that has not returned by then is taken for an endless loop"
+
+type Mark = Literal["✓", "✗", "!", "·"]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Something that keeps the job from being practised: where it stands, what is wrong, and what to do."""
+
+    place: Place
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {' '.join(self.text.split())}"
+
+
+@dataclass
+class Report:
+    """Grows while a job is checked. `tell` is called with each line at once: a mark and a text."""
+
+    tell: Callable[[Mark, str], None]
+    mistakes: list[Mistake] = field(default_factory=list)
+    _told: set[tuple[Place, str]] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator["Step"]:
+        """A part of the check. It is told as tried, with its seconds, unless it found a mistake."""
+        step, before, began = Step(name), len(self.mistakes), time.monotonic()
+        yield step
+        if len(self.mistakes) == before:
+            self.tell("✓", f"{step.name} {time.monotonic() - began:.1f} s")
+
+    def mistake(self, place: Place, text: str, kind: str = "") -> None:
+        """Takes a mistake. Of one kind at one place, the first is enough: each task would tell it again."""
+        if self._is_new(place, kind or text):
+            self.mistakes.append(Mistake(place, text))
+            self.tell("✗", str(self.mistakes[-1]))
+
+    def warn(self, place: Place, text: str) -> None:
+        """Something that a person should look at, and that may be meant."""
+        if self._is_new(place, text):
+            self.tell("!", str(Mistake(place, text)))
+
+    def _is_new(self, place: Place, kind: str) -> bool:
+        is_new = (place, kind) not in self._told
+        self._told.add((place, kind))
+        return is_new
+
+    def note(self, text: str) -> None:
+        self.tell("·", text)
+
+
+@dataclass
+class Step:
+    """What the line of a step says; changed when more is known."""
+
+    name: str
+
+
+@contextlib.contextmanager
+def within(seconds: float = STEP_SECONDS_MAX) -> Iterator[None]:
+    """Raises TimeoutError in the middle of code that has not returned by then, so that the traceback names its line.
+
+    Signals reach the main thread alone: elsewhere nothing ends the code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it has not returned after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def wrapped(mark: str, text: str, width: int) -> str:
+    """A line for a terminal of this width, later lines below the text of the first. Paths are not broken."""
+    return textwrap.fill(
+        f"{mark} {text}", max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
