@@ -28,8 +28,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         _add(files, config, path)
     for page in list(files.documentation_pages()):
         for path in _linked(page.src_uri, page.content_string):
-            if path.suffix != ".md" and (ROOT / path).is_file():
-                _add(files, config, path.as_posix())
+            if not path.endswith(".md"):
+                _add(files, config, path)
     return files
 
 
@@ -65,8 +65,8 @@ def _named(nav: Any) -> Iterator[str]:
             yield from _named(inner)
 
 
-def _linked(page: str, markdown: str) -> Iterator[Path]:
+def _linked(page: str, markdown: str) -> Iterator[str]:
     """Every relative link of a page, as a path in the repository."""
     for link in _LINK.finditer(markdown):
         if "://" not in link["target"]:
-            yield Path(posixpath.normpath(posixpath.join(posixpath.dirname(page), link["target"])))
+            yield posixpath.normpath(posixpath.join(posixpath.dirname(page), link["target"]))
