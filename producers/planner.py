@@ -7,6 +7,7 @@ A snapshot is written only after the flush of everything that the state takes fo
 events the state contains. Decisions that a state contains and its positions do not are read again, and change nothing.
 """
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -50,6 +51,11 @@ class Planner(Protocol):
 
     def restore(self, encoded: bytes) -> None:
         """Goes on from an encoded state."""
+
+
+def fold_version(fold: str, *figures: object) -> str:
+    """The code_version of a fold and of the settings that it depends on: with other settings it is another fold."""
+    return f"{fold}/{hashlib.sha256(msgspec.json.encode(figures)).hexdigest()[:16]}"
 
 
 def follow(

@@ -17,9 +17,18 @@ from msgspec import Struct
 from producers.attempt import AttemptWriter, close_unplayed, without_world
 from producers.cancellation import Cancellations, CancellationsState
 from producers.config import SchedulerSettings
-from producers.planner import follow
+from producers.planner import fold_version, follow
 from producers.scheduling.demand import Demand, DemandState
-from producers.scheduling.ledger import Group, GroupOutcome, GroupRequest, Ledger, LedgerState, Refusal, group_id_of
+from producers.scheduling.ledger import (
+    REFUSED,
+    Group,
+    GroupOutcome,
+    GroupRequest,
+    Ledger,
+    LedgerState,
+    Refusal,
+    group_id_of,
+)
 from producers.scheduling.members import SECONDS_SAMPLED, MemberAction, Members, request_id, trajectory_id
 from producers.scheduling.newest import Newest
 from producers.scheduling.pacing import GIVEN_UP_KEPT, JUDGED, OVER, Pacing, PacingState, Standing
@@ -46,7 +55,7 @@ from streams.log.connect import open_log
 from streams.log.protocol import Log
 
 TOPICS_READ = ("tasks", "rollouts", "attempts", "groups", "batches", "weights", "serving", "control", "dead-letters")
-_FOLD = "scheduler-3"
+_FOLD = "scheduler-4"
 "changes whenever the same events would give another state"
 _SENDER = "scheduler"
 _GROUP_TOPICS = ("trajectories", "rewards", "groups")
@@ -116,6 +125,8 @@ class Plan:
         self._cancellations = Cancellations()
         self._is_calling_off = False
         "true while a cancelled member may not be closed yet"
+        self._completed: set[str] = set()
+        "groups completed by us, whose completion has not come back from the log yet"
         self.is_paused = False
 
     # what happened
@@ -202,7 +213,7 @@ class Plan:
         elif event.origin.topic in _GROUP_TOPICS:
             group = self._ledger.find(key)
             if group is not None and group.refusal is None:
-                group.refusal = Refusal(event.meta.timestamp, f"{event.stage}: {event.reason}")
+                group.refusal = Refusal(event.meta.timestamp, f"{event.stage}: {event.reason}", event.meta.id)
                 self._place(key)
 
     def _place(self, group_id: str) -> None:
@@ -234,6 +245,7 @@ class Plan:
             self._members.count(group_id, ask.purpose, ask.task.group_size - group.members_ended if is_open else 0)
 
     def _forget(self, group_id: str, group: Group) -> None:
+        self._completed.discard(group_id)
         self._members.forget(group_id, group)
         self._ledger.forget(group_id)
 
@@ -245,7 +257,7 @@ class Plan:
         closed all the same."""
         events: list[Event] = []
         self._settle()
-        self._forget_given_up()
+        self._complete_given_up(now, events)
         self._drop_overtaken()
         self._cancel(now, events)
         if not self.is_paused:
@@ -335,14 +347,16 @@ class Plan:
                 self._place(group_id)
         self._members.assign_refused()
 
-    def _forget_given_up(self) -> None:
-        """Counts and forgets groups that were given up long ago."""
+    def _complete_given_up(self, now: int, events: list[Event]) -> None:
+        """Ends groups that were given up long ago by a fact of our own, as refused. It counts when it comes back from the log:
+        the groups of one key have one order there, so whoever folds it agrees on whether the group was completed before."""
         given_up = self._pacing.with_standing("given_up")
         if len(given_up) > GIVEN_UP_KEPT:
             refused = sorted((self._refused(group_id) for group_id in given_up), key=lambda each: each[:2])
             for _, group_id, group in refused[:-GIVEN_UP_KEPT]:
-                self._pacing.forget(group_id)
-                self._forget(group_id, group)
+                if group_id not in self._completed:
+                    self._completed.add(group_id)
+                    events.append(self._group_refused(group_id, group, now))
 
     def _refused(self, group_id: str) -> tuple[int, str, Group]:
         group = self._ledger.find(group_id)
@@ -428,17 +442,42 @@ class Plan:
             world_at=ask.world_at,
         )
 
+    def _group_refused(self, group_id: str, group: Group, now: int) -> GroupCompleted:
+        assert group.ask is not None
+        assert group.refusal is not None
+        return GroupCompleted(
+            meta=Meta(
+                id=derived_id("GroupCompleted", group_id, _SENDER, REFUSED),
+                run_id=self._run.run_id,
+                session_id=group.ask.session_id,
+                task_id=group.ask.task_id,
+                group_id=group_id,
+                category="group",
+                topic="groups",
+                sender=_SENDER,
+                receiver="cut",
+                timestamp=now,
+                causation_id=group.refusal.event_id or None,
+                purpose=group.ask.purpose,
+            ),
+            scorer_set="",
+            members=[],
+            reward_mean=0.0,
+            reward_deviation=0.0,
+            dropped_because=REFUSED,
+        )
+
     # what is remembered
 
     @property
     def code_version(self) -> str:
         """Of the fold and of the settings that it depends on."""
         job, settings = self._run.job, self._settings
-        figures = (
+        return fold_version(
+            _FOLD,
             *(self._run.seed, job.first_version, job.staleness_max),
             *(settings.curriculum, settings.curriculum_tags, settings.curriculum_half_life_versions),
         )
-        return f"{_FOLD}/{hashlib.sha256(msgspec.json.encode(figures)).hexdigest()[:16]}"
 
     def encode(self) -> bytes:
         """The state, the same bytes for the same facts. Call it after `decide`, when what that decided is on the log."""

@@ -22,7 +22,7 @@ from msgspec import Struct
 from producers.config import FeederSettings
 from producers.feeding.ends import EndlessEnds, FiniteEnds, PartitionEnds, counts
 from producers.feeding.numbers import EVENTS_PER_DECISION_MAX, NumbersState, SubmittedNumbers
-from producers.planner import follow
+from producers.planner import fold_version, follow
 from producers.task_lines import KnownNames, check_tasks, read_tasks, require_first
 from producers.topology import AgentCatalog, agent_catalog_of
 from schemas.errors import BadInput
@@ -360,11 +360,11 @@ class Feed:
     def code_version(self) -> str:
         """Of the fold and of the settings that it depends on."""
         job, settings = self._run.job, self._settings
-        figures = (
+        return fold_version(
+            _FOLD,
             *(self._run.run_id, job.steps, job.demonstrations),
             *(settings.evaluation_every, settings.evaluation_tasks, settings.evaluation_tasks_between),
         )
-        return f"{_FOLD}/{hashlib.sha256(msgspec.json.encode(figures)).hexdigest()[:16]}"
 
     def encode(self) -> bytes:
         """The state, the same bytes for the same facts. Call it after `decide`, when what that decided is on the log."""

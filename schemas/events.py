@@ -360,7 +360,7 @@ class GroupCompleted(Event, frozen=True, kw_only=True):
     reward_mean: float
     reward_deviation: float
     dropped_because: str | None
-    "zero_variance or too_few_valid: such a group teaches nothing and more work is asked for instead"
+    "zero_variance, too_few_valid, or refused when it can never be completed: more work is asked for instead"
 
 
 class BatchMember(Value, frozen=True, kw_only=True):
@@ -395,15 +395,17 @@ class BatchCut(Event, frozen=True, kw_only=True):
     policy_floor: int
     "oldest policy version in the batch"
     groups_stale: list[str]
-    "dropped since the batch before, because a member was older than allowed"
+    "dropped since the batch before, because a member was older than allowed; the newest ones, see groups_stale_unnamed"
     groups_dropped: dict[str, int]
     "passed over since the batch before, by reason: that of the group, or nothing_sampled"
     positions: list[Position]
     "how far the groups topic is consumed by this cut; the cutter's whole state is read back from here"
     groups_passed: list[str] = []
-    "which ones groups_dropped counts: the log may repeat them, and a cutter that has started again must know them"
+    "the newest that groups_dropped counts: the log may repeat them, and a cutter that has started again must know them"
     policy_ceiling: int | None = None
     "newest among the oldest versions of all groups named here: when it is too old to be admitted, so is each of them"
+    groups_stale_unnamed: int = 0
+    "stale groups besides those named: of the groups that it did not take, a batch names the newest 256 of each partition"
 
 
 class StepTaken(Event, frozen=True, kw_only=True):

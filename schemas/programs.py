@@ -122,8 +122,8 @@ ACCESS: tuple[Access, ...] = (
             *("tasks", "rollouts", "attempts", "groups", "batches", "weights", "serving", "control", "dead-letters"),
             "snapshots",
         ),
-        # a member that is given up is closed by messages of its own
-        writes=(RolloutRequested, RolloutStarted, RolloutEnded, SnapshotTaken),
+        # a member that is given up is closed by messages of its own, a group that was refused by a completion
+        writes=(RolloutRequested, RolloutStarted, RolloutEnded, GroupCompleted, SnapshotTaken),
     ),
     Access(
         "rollouts",

@@ -32,4 +32,6 @@ class CutSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     rejects_share_max: float = 0.5
     "the cutter stops with an alarm when more than this share of the last thousand groups cannot be read"
     snapshot_batches: int = 16
-    "batches between two snapshots of the cutter's state; a restart reads at most this many"
+    "a snapshot of the cutter's state is written with every so many batches: a restart reads no more of them"
+    snapshot_groups: int = 4096
+    "also after so many groups were read, of any run, although no batch was cut: a restart reads no more of them"

@@ -312,4 +312,5 @@ def learning_rate_share(index: int, steps: int, final_share: float) -> float:
 
 def _batch_metrics(batch: BatchCut) -> dict[str, float]:
     dropped = {f"groups_dropped_{reason}": float(count) for reason, count in sorted(batch.groups_dropped.items())}
-    return {"groups": float(len(batch.groups)), "groups_stale": float(len(batch.groups_stale)), **dropped}
+    stale = len(batch.groups_stale) + batch.groups_stale_unnamed
+    return {"groups": float(len(batch.groups)), "groups_stale": float(stale), **dropped}

@@ -199,7 +199,7 @@ _VIEWS = (
         """JSONExtractInt(body, 'index') AS index, JSONExtractInt(body, 'base_version') AS base_version,
         JSONExtractInt(body, 'policy_floor') AS policy_floor, JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
         JSONLength(body, 'members') AS members, JSONLength(body, 'groups') AS groups,
-        JSONLength(body, 'groups_stale') AS groups_stale,
+        JSONLength(body, 'groups_stale') + JSONExtractInt(body, 'groups_stale_unnamed') AS groups_stale,
         JSONExtract(body, 'groups_dropped', 'Map(String, Int64)') AS groups_dropped""",
     ),
     _view(

@@ -22,6 +22,10 @@ writes at most 500 tasks between two acknowledgements, about 125 to each of four
 crash is never further away."""
 
 
+REFUSED = "refused"
+"why the scheduler completes a group that a refusal left open for ever"
+
+
 class GroupRequest(Struct, frozen=True, kw_only=True):
     """What every member of a group is requested with."""
 
@@ -80,6 +84,8 @@ class GroupOutcome(Struct, frozen=True, array_like=True):
     reward_mean: float
     members: int
     "valid ones"
+    is_refused: bool = False
+    "the scheduler gave it up for good"
 
     @classmethod
     def of(cls, event: GroupCompleted) -> "GroupOutcome":
@@ -91,14 +97,17 @@ class GroupOutcome(Struct, frozen=True, array_like=True):
             version=min(versions, default=None),
             reward_mean=float(event.reward_mean),
             members=len(valid),
+            is_refused=event.dropped_because == REFUSED,
         )
 
 
 class Refusal(Struct, frozen=True, array_like=True):
-    """A stage refused what its group needed: it can never be completed."""
+    """A stage refused what its group needed: it can never be completed, unless an operator has the message sent again."""
 
     at: int
     reason: str
+    event_id: str = ""
+    "of the dead letter"
 
 
 class Group(Struct, omit_defaults=True):
@@ -123,6 +132,11 @@ class Group(Struct, omit_defaults=True):
     @property
     def members_ended(self) -> int:
         return sum(member.is_ended for member in self.members.values())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every member has, judged or not."""
+        return self.ask is not None and self.members_ended >= self.ask.task.group_size
 
     def member(self, index: int) -> Member:
         return self.members.setdefault(index, Member())

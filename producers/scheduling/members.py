@@ -138,12 +138,12 @@ class Members:
         self._repairs_due.difference_update([(group_id, index) for index in group.members])
 
     def assign_refused(self) -> None:
-        """Finds the members that refused requests were for, by the ids of all trajectories under way: a request that cannot be
-        read says no more. Call it when everything has been read. There is next to never something to do."""
+        """Finds the members that refused requests were for, by the ids of all trajectories of open tasks: a request that cannot
+        be read says no more. Call it when everything has been read. There is next to never something to do."""
         if not self._refused:
             return
         for group_id, group in self._ledger:
-            if group.ask is not None and group.is_asked:
+            if group.ask is not None:  # asked for or not: whoever reads all of it at once sees the request as well
                 for index in range(group.ask.task.group_size):
                     refused = self._refused.get(trajectory_id(group.ask.task_id, index))
                     if refused:

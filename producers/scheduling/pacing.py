@@ -9,20 +9,31 @@ from typing import Literal
 
 from msgspec import Struct
 
-from producers.scheduling.ledger import Group, GroupOutcome
+from producers.scheduling.ledger import Group, GroupOutcome, GroupRequest
 from schemas.events import BatchCut
 from schemas.run import JobSettings
 from streams.rules.staleness import groups_allowed, is_admitted
 
 GIVEN_UP_KEPT = 256
 """How many groups that a refusal gave up are kept, the newest ones, in case an operator has the refused message sent again and
-the group is completed after all. Older ones are counted and forgotten."""
+the group is completed after all. The scheduler completes older ones itself, as refused."""
 
 Standing = Literal[
-    "unknown", "waiting", "closing", "running", "uncut", "given_up", "accepted", "stale", "dropped", "ended", "unasked"
+    "unknown",
+    "waiting",
+    "closing",
+    "running",
+    "uncut",
+    "given_up",
+    "accepted",
+    "stale",
+    "dropped",
+    "refused",
+    "ended",
+    "unasked",
 ]
 JUDGED: frozenset[Standing] = frozenset(("uncut", "accepted", "stale", "dropped"))
-OVER: frozenset[Standing] = frozenset(("accepted", "stale", "dropped", "ended", "unasked"))
+OVER: frozenset[Standing] = frozenset(("accepted", "stale", "dropped", "refused", "ended", "unasked"))
 """Nothing more can happen to such a group: it is counted and forgotten. Unasked: let go, or called off, while it waited."""
 
 
@@ -54,22 +65,28 @@ class Pacing:
         ask = group.ask
         if ask is None:
             return "unknown"
-        if ask.purpose != "train" and group.members_ended >= ask.task.group_size:
+        if ask.purpose != "train" and group.has_ended:
             return "ended"
-        if group.is_asked and ask.purpose == "train":
-            if group.judged is not None:
-                return self._judged(group, group.judged)
-            return "running" if group.refusal is None else "given_up"
+        if group.is_asked and ask.purpose == "train" and group.judged is not None:
+            return self._judged(group, group.judged)
         if group.is_asked:
-            return "running"
-        if group.judged is not None or (group.refusal is not None and ask.purpose == "train"):
+            return "given_up" if self._is_given_up(group, ask) else "running"
+        if group.has_ended:
             return "unasked" if is_caught_up else "unknown"  # it was called off while it waited
         return "closing" if is_called_off else "waiting"
+
+    @staticmethod
+    def _is_given_up(group: Group, ask: GroupRequest) -> bool:
+        """A message that its group needed was refused, and every member has ended. As long as one has not, the group uses its
+        share of the budget whatever becomes of it; and a refused message says no more than a key, which may be anybody's."""
+        return ask.purpose == "train" and group.refusal is not None and group.has_ended
 
     def _judged(self, group: Group, judged: GroupOutcome) -> Standing:
         """A group that no batch to come can take is stale. The cutter tells of it too, but with its next batch, and that it
         may not be able to cut without the groups that are asked for instead. A batch that is cut already and not read yet
         holds none of them, since it is of later weights still."""
+        if judged.is_refused:
+            return "refused"
         if judged.is_dropped:
             return "dropped"
         if group.is_cut:
@@ -95,13 +112,6 @@ class Pacing:
         """Ids of all groups that stand so and are not over."""
         return [group_id for group_id, found in self._standings.items() if found == standing]
 
-    def forget(self, group_id: str) -> None:
-        """A group that was given up is over now."""
-        assert self._standings[group_id] == "given_up"
-        del self._standings[group_id]
-        self._open["train", "given_up"] -= 1
-        self._over["given_up"] += 1
-
     # how it stands
 
     @property
@@ -121,7 +131,7 @@ class Pacing:
 
     @property
     def given_up(self) -> int:
-        return self._over["given_up"] + self._open["train", "given_up"]
+        return self._over["refused"] + self._open["train", "given_up"]
 
     @property
     def asked(self) -> int:

@@ -1,13 +1,15 @@
 """cut: groups that teach something become batches of a fixed number of groups, in total order.
 
-A group with a member older than allowed is dropped, and the next batch says so. The whole state can be read back from the
-batches already cut: which groups they hold or passed over, and how far the groups topic was consumed. A group is remembered
-until it is too old to be admitted: then the rule of staleness refuses it, whoever delivers it again (decision 0017).
+A group with a member older than allowed is dropped, and the next batch says so. The state after a batch can be read back
+from the batches already cut: which groups they hold or passed over, and how far the groups topic was consumed. A group is
+remembered until it is too old to be admitted: then the rule of staleness refuses it, whoever delivers it again. Of the groups
+that were not taken since the last batch, each partition remembers the newest; the others are counted (decision 0017).
 
-Partitions are read in any order, but nothing in a batch depends on it beyond which groups it was cut from, and that is
-what its positions say. So batches can be cut again from the groups on the log, byte for byte (`cut_again`).
+Partitions are read in any order, but nothing in a batch or in the state depends on it beyond which groups were read, and
+that is what the positions say. So batches can be cut again from the groups on the log, byte for byte (`cut_again`).
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from copy import copy
@@ -21,20 +23,36 @@ from streams.hops.rewards_to_groups import GROUPED_PURPOSES
 from streams.rules.staleness import is_admitted, oldest_version, trained_members
 
 CODE_VERSION = "cut-2"
-STATE_VERSION = "cutting-1"
+STATE_VERSION = "cutting-2"
 "of CutState: a snapshot of another version is not read"
+NOT_TAKEN_REMEMBERED = 256
+"""How many groups that were stale or teach nothing are remembered of each partition until the next batch, and named by it. A
+repeat of one from further back is counted once more; it is in no batch, so nothing is trained on twice. A partition has the
+order of its offsets, and a group one partition: what is forgotten does not depend on the order of reading. The stage before
+(rewards_to_groups) remembers as many, and repeats what it completed in the seconds between two commits."""
+
+
+class NotTaken(Struct, frozen=True, array_like=True):
+    """A group that the next batch names and does not hold."""
+
+    group_id: str
+    is_stale: bool
+    "else it teaches nothing"
 
 
 class CutState(Struct):
-    """What was cut so far, and what waits for the next batch."""
+    """What was cut so far, and what waits for the next batch. The same whatever partition was read first."""
 
     index_next: int = 0
     waiting: list[GroupCompleted] = []
+    "by group id"
     seen: dict[str, int | None] = {}
     "groups and the policy_ceiling of the batch that names them; None while none does, or when it does not tell"
-    groups_stale: list[str] = []
+    not_taken: dict[str, list[NotTaken]] = {}
+    "the newest since the last batch, by topic/partition, in the order of the partition"
+    stale: int = 0
+    "groups since the last batch, those that are forgotten too"
     groups_dropped: dict[str, int] = {}
-    groups_passed: list[str] = []
     ceiling: int | None = None
     "policy_ceiling of the next batch so far"
     positions: dict[str, int] = {}
@@ -52,13 +70,20 @@ class CutGroups:
     keys_remembered = 1
 
     def __init__(
-        self, run_id: str, groups_per_batch: int, staleness_max: int, first_version: int, batches_max: int | None = None
+        self,
+        run_id: str,
+        groups_per_batch: int,
+        staleness_max: int,
+        first_version: int,
+        batches_max: int | None = None,
+        not_taken_remembered: int = NOT_TAKEN_REMEMBERED,
     ) -> None:
         self._run_id = run_id
         self._groups_per_batch = groups_per_batch
         self._staleness_max = staleness_max
         self._first_version = first_version
         self._batches_max = batches_max
+        self._not_taken_remembered = not_taken_remembered
 
     def is_closed(self, state: CutState) -> bool:
         return False
@@ -68,8 +93,16 @@ class CutGroups:
         return self._run_id if wanted else None
 
     def apply_batch(self, state: CutState | None, batch: BatchCut) -> CutState:
-        """The state after a batch that is already on the log. Mutates the given state."""
-        return self._next_state(state or CutState(), batch)
+        """The state after a batch that is already on the log. Changes the state it is given."""
+        state = state or CutState()
+        # a state from before the batch may remember groups that the batch no longer did: what it names is what is known
+        for group_id in (*map(_group_id, state.waiting), *_names(state.not_taken)):
+            del state.seen[group_id]
+        return self._next_state(state, batch)
+
+    def positions(self, state: CutState) -> list[Position]:
+        """How far the groups of the run are in the state."""
+        return [_position(place, offset) for place, offset in sorted(state.positions.items())]
 
     def step(self, state: CutState | None, event: Event, address: Address) -> Outcome:
         """Mutates the collections of the given state, which the caller must not use again: copying them per group is too slow."""
@@ -111,7 +144,7 @@ class CutGroups:
         state.positions[place] = address.offset + 1
         if group_id not in state.seen:
             state.seen[group_id] = None
-            self._admit(state, group, group_id)
+            self._admit(state, group, group_id, place)
 
     def _next_state(self, state: CutState, batch: BatchCut) -> CutState:
         """The state once this batch is on the log: what it names is seen, and what is too old by now is forgotten."""
@@ -130,22 +163,31 @@ class CutGroups:
     def _is_admitted(self, index: int, version: int | None) -> bool:
         return is_admitted(self._first_version + index, version, self._staleness_max)
 
-    def _admit(self, state: CutState, group: GroupCompleted, group_id: str) -> None:
+    def _admit(self, state: CutState, group: GroupCompleted, group_id: str, place: str) -> None:
         oldest = oldest_version(group)
         if oldest is not None:
             state.ceiling = oldest if state.ceiling is None else max(state.ceiling, oldest)
         dropped = group.dropped_because or (None if trained_members(group) else "nothing_sampled")
-        if dropped is not None:
-            state.groups_dropped[dropped] = state.groups_dropped.get(dropped, 0) + 1
-            state.groups_passed.append(group_id)
-        elif self._is_admitted(state.index_next, oldest):
-            state.waiting.append(group)
+        if dropped is None and self._is_admitted(state.index_next, oldest):
+            insort(state.waiting, group, key=_group_id)
+            return
+        if dropped is None:
+            state.stale += 1
         else:
-            state.groups_stale.append(group_id)
+            state.groups_dropped[dropped] = state.groups_dropped.get(dropped, 0) + 1
+        self._remember(state, place, NotTaken(group_id, is_stale=dropped is None))
+
+    def _remember(self, state: CutState, place: str, group: NotTaken) -> None:
+        newest = state.not_taken.setdefault(place, [])
+        newest.append(group)
+        if len(newest) > self._not_taken_remembered:
+            del state.seen[newest.pop(0).group_id]
 
     def _batch(self, state: CutState) -> BatchCut:
         """Everything in it is sorted."""
-        groups = sorted(state.waiting, key=lambda group: group.meta.group_id or "")
+        groups = state.waiting
+        not_taken = [group for newest in state.not_taken.values() for group in newest]
+        stale = sorted(group.group_id for group in not_taken if group.is_stale)
         members = [_batch_member(group, member) for group in groups for member in trained_members(group)]
         trained = [member for group in groups for member in trained_members(group)]
         return BatchCut(
@@ -153,14 +195,15 @@ class CutGroups:
             index=state.index_next,
             base_version=self._first_version + state.index_next,
             members=members,
-            groups=[group.meta.group_id or "" for group in groups],
+            groups=[_group_id(group) for group in groups],
             tokens_sampled=sum(member.tokens_sampled for member in trained),
             policy_floor=min(member.policy_version_oldest or 0 for member in trained),
-            groups_stale=sorted(state.groups_stale),
+            groups_stale=stale,
+            groups_stale_unnamed=state.stale - len(stale),
             groups_dropped=dict(sorted(state.groups_dropped.items())),
-            groups_passed=sorted(state.groups_passed),
+            groups_passed=sorted(group.group_id for group in not_taken if not group.is_stale),
             policy_ceiling=state.ceiling,
-            positions=[_position(place, offset) for place, offset in sorted(state.positions.items())],
+            positions=self.positions(state),
         )
 
     def _meta(self, index: int, groups: list[GroupCompleted]) -> Meta:
@@ -177,6 +220,14 @@ class CutGroups:
             causation_id=newest.meta.id,
             purpose=newest.meta.purpose,
         )
+
+
+def _names(not_taken: dict[str, list[NotTaken]]) -> Iterator[str]:
+    return (group.group_id for newest in not_taken.values() for group in newest)
+
+
+def _group_id(group: GroupCompleted) -> str:
+    return group.meta.group_id or ""
 
 
 def _position(place: str, offset: int) -> Position:

@@ -513,6 +513,8 @@ class KafkaReader:
         self._ends_seen: dict[tuple[str, int], int] = {}
         self._starts: dict[tuple[str, int], int] = {}
         "where reading was told to begin, by seek_before_end"
+        self._assigned_from: int | None = None
+        "where reading begins on partitions that nobody told of; None = the group assigns them"
         self._topics = list(topics)
         self._held: set[tuple[str, int]] = set()
         if group is None:
@@ -584,7 +586,9 @@ class KafkaReader:
         firsts: dict[tuple[str, int], int] = {}
         for address, _ in polled:
             firsts.setdefault((address.topic, address.partition), address.offset)
-        self.seek(Position(topic=t, partition=p, offset=offset) for (t, p), offset in firsts.items())
+        for place, offset in firsts.items():
+            self._consumer.seek(_partition_at(self._connection, place, offset))
+        self._note_sought(firsts)
 
     def _hold(self, hold: bool) -> None:
         """Fetches nothing more while held; heartbeats and rebalances go on as long as somebody polls.
@@ -633,10 +637,20 @@ class KafkaReader:
         return [_partition_at(self._connection, place, offset) for place, offset in self._next.items()]
 
     def seek(self, positions: Iterable[Position]) -> None:
-        for position in positions:
-            self._consumer.seek(self._at(position))
-            self._next[position.topic, position.partition] = position.offset
-            self._ends_seen.pop((position.topic, position.partition), None)
+        """Not for a reader that shares its partitions: those it has are the group's to give."""
+        assert self._assigned_from is not None
+        sought = {(position.topic, position.partition): position.offset for position in positions}
+        with self._questions.client() as admin:
+            _require_before_end(self._connection, admin, sought, "this reader")
+        # assigned anew: a partition that was not fetched from yet cannot be sought
+        begins = {place: self._next.get(place, self._assigned_from) for place in self._assignment()} | sought
+        self._consumer.assign([_partition_at(self._connection, place, offset) for place, offset in begins.items()])
+        self._note_sought(sought)
+
+    def _note_sought(self, sought: Mapping[tuple[str, int], int]) -> None:
+        self._next.update(sought)
+        for place in sought:
+            self._ends_seen.pop(place, None)
 
     def seek_before_end(self, messages: int) -> None:
         assigned = self._assignment()
@@ -671,6 +685,7 @@ class KafkaReader:
     def _assign_all(self, offset: int, start: Sequence[Position] = ()) -> None:
         with self._questions.client() as admin:
             places = _partitions(self._connection, admin, self._topics)
+        self._assigned_from = offset
         starts = self._check_starts(start)
         assigned = [_partition_at(self._connection, place, starts.get(place, offset)) for place in places]
         self._consumer.assign(assigned)

@@ -198,9 +198,7 @@ class MemoryReader:
             place: log.committed(group, place) if group is not None else starts.get(place, 0)
             for place in log.partitions_of(topics)
         }
-        for place, end in log.ends(self._next).items():
-            if self._next[place] > end:
-                raise LogBroken(beyond_end(place, self._next[place], end, "this reader"))
+        _require_before_end(log, self._next)
         self._polled: set[tuple[str, int]] = set()
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
@@ -230,8 +228,9 @@ class MemoryReader:
         ]
 
     def seek(self, positions: Iterable[Position]) -> None:
-        for position in positions:
-            self._next[position.topic, position.partition] = position.offset
+        sought = {(position.topic, position.partition): position.offset for position in positions}
+        _require_before_end(self._log, sought)
+        self._next.update(sought)
 
     def seek_before_end(self, messages: int) -> None:
         self._next = {place: max(0, end - messages) for place, end in self._log.ends(self._next).items()}
@@ -241,6 +240,12 @@ class MemoryReader:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+def _require_before_end(log: MemoryLog, places: dict[tuple[str, int], int]) -> None:
+    for place, end in log.ends(places).items():
+        if places[place] > end:
+            raise LogBroken(beyond_end(place, places[place], end, "this reader"))
 
 
 class MemoryTransactor:

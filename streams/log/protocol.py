@@ -69,7 +69,8 @@ class Reader(Protocol):
         """The next offset of every partition polled from so far."""
 
     def seek(self, positions: Iterable[Position]) -> None:
-        """Continues reading from these positions."""
+        """Goes on reading from these positions instead, whatever a group has committed; for a reader that has every partition
+        for itself. Raises LogBroken when a position is beyond the end of its partition."""
 
     def seek_before_end(self, messages: int) -> None:
         """Goes on reading so many messages before the end of every partition; 0 = only what comes from now on."""

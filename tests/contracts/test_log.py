@@ -527,6 +527,26 @@ def test_what_is_removed_under_a_reader_is_noticed(forgetting: str, kafka_run: R
         log.close()
 
 
+def test_a_reader_that_is_alone_can_go_back_behind_what_its_group_has_committed(opened: OpenLog, run_id: str) -> None:
+    log, group = opened(), f"group-{run_id}"
+    start = log.end_positions(["messages"])
+    events = appended(log, run_id, count=12)
+    log.flush()
+    reader = log.reader(["messages"], group, alone=True, start=start)
+    drained(reader, run_id)
+    reader.commit()
+    reader.close()
+    again = log.reader(["messages"], group, alone=True, start=start)
+    again.seek(start)  # before anything was fetched
+    assert ids(drained(again, run_id)) == {event.meta.id for event in events}
+    again.seek(start)
+    assert ids(drained(again, run_id)) == {event.meta.id for event in events}
+    beyond = [msgspec.structs.replace(position, offset=position.offset + 10**6) for position in start]
+    with pytest.raises(LogBroken, match="the topic ends at"):
+        again.seek(beyond)
+    again.close()
+
+
 def test_messages_can_be_read_from_somewhere_on(opened: OpenLog, run_id: str) -> None:
     log = opened()
     log.append_bytes("messages", b"key", b"before")

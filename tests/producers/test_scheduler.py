@@ -14,6 +14,8 @@ from producers.cancellation import CANCELLATIONS_KEPT
 from producers.config import SchedulerSettings
 from producers.scheduler import Plan, schedule
 from producers.scheduling.demand import TRAINING_TASKS_WAITING_MAX
+from producers.scheduling.ledger import group_id_of
+from producers.scheduling.members import trajectory_id
 from schemas.events import (
     Address,
     AttemptEnded,
@@ -488,14 +490,128 @@ def test_a_group_of_which_a_message_was_refused_gives_its_share_of_the_budget_ba
     assert (plan.groups_given_up, plan.groups_accepted) == (0, 1), "an operator had it sent again"
 
 
-def test_refused_groups_are_counted_and_forgotten_after_a_while(run: Run) -> None:
+LAST_ID = tasks(30)[-1].meta.task_id or ""
+"of a task that still waits when the first eight of thirty were asked for"
+
+
+def completed_by(events: list[Event]) -> list[GroupCompleted]:
+    return [event for event in events if isinstance(event, GroupCompleted)]
+
+
+def refuse_all(plan: Plan) -> list[Event]:
+    """Plays every task to its end, has every group refused, and gives the plan its decisions back. Returns the log."""
+    log: list[Event] = []
+    for number in range(10_000):
+        decided = plan.decide(0)
+        facts: list[Event] = [*asked(decided), *completed_by(decided)]
+        for request in asked(decided):
+            facts += [ended(request), refused("rewards", request.meta.group_id or "", at=number)]
+        apply_all(plan, facts)
+        log += facts
+        if not decided:
+            return log
+    raise AssertionError("it decides for ever")
+
+
+def test_refused_groups_are_completed_as_refused_and_forgotten_after_a_while(run: Run) -> None:
     plan = ready(run, *tasks(600, 1))
-    for number in range(600):
-        for request in asked(plan.decide(0)):
-            plan.apply(refused("rewards", request.meta.group_id or "", at=number))
+    completed_here = completed_by(refuse_all(plan))
     assert (plan.groups_given_up, plan.groups_running, plan.tasks_waiting) == (600, 0, 0)
-    plan.decide(0)
     assert len(list(plan._ledger)) == 256
+    assert len({event.meta.group_id for event in completed_here}) == len(completed_here) == 600 - 256
+    assert {(event.dropped_because, event.meta.purpose) for event in completed_here} == {("refused", "train")}
+
+
+def test_a_group_that_completes_after_it_was_forgotten_is_counted_alike_by_whoever_folds_the_log(run: Run) -> None:
+    plan = ready(run, *tasks(600, 1))
+    log = refuse_all(plan)
+    requests = asked(log)
+    late = [completed(request) for request in requests]  # an operator has all messages sent again
+    apply_all(plan, late)
+    plan.decide(0)
+    for chance in (random.Random(1), random.Random(2)):
+        by_topic: dict[str, list[Event]] = {}
+        for event in [*log, *late]:  # groups stand in one topic, in the order in which they were written
+            by_topic.setdefault(event.meta.topic, []).append(event)
+        topics = list(by_topic.values())
+        chance.shuffle(topics)
+        folded = ready(run, *tasks(600, 1), *(event for events in topics for event in events))
+        folded.decide(0)
+        assert (folded.groups_given_up, folded.groups_accepted) == (plan.groups_given_up, plan.groups_accepted)
+        assert folded.encode() == plan.encode()
+    assert (plan.groups_given_up, plan.groups_accepted) == (600 - 256, 256)
+
+
+@pytest.mark.parametrize("topic", ["trajectories", "rewards", "groups"])
+def test_a_refusal_of_a_group_that_waits_changes_nothing(run: Run, topic: str) -> None:
+    """Nothing of it can be on these topics: somebody else's message has its key. It is played, and it ends."""
+    plan = ready(run, *tasks(30))
+    *_, last = groups_asked(plan)
+    waiting = group_id_of(LAST_ID)
+    assert waiting not in {request.meta.group_id for request in last}
+    before = plan.tasks_waiting
+    plan.apply(refused(topic, waiting))
+    assert plan.decide(0) == []
+    assert (plan.tasks_waiting, plan.groups_given_up) == (before, 0)
+
+
+@pytest.mark.parametrize("topic", ["trajectories", "rewards", "groups"])
+def test_a_refused_group_that_is_called_off_while_it_waits_is_closed(run: Run, topic: str) -> None:
+    plan = ready(run, *tasks(30))
+    groups_asked(plan)
+    before = plan.tasks_waiting
+    apply_all(plan, [refused(topic, group_id_of(LAST_ID)), cancel(task_id=LAST_ID)])
+    ends = [event for event in plan.decide(0) if isinstance(event, RolloutEnded)]
+    assert [(end.meta.task_id, end.ended_by) for end in ends] == [(LAST_ID, "cancelled")] * 3
+    assert plan.tasks_waiting == before - 1
+
+
+def test_a_group_is_given_up_when_its_members_have_ended_and_not_before(run: Run) -> None:
+    """Or a message with the key of a group under way would let another one run beside it, beyond the budget."""
+    plan = ready(run, *tasks(30))
+    first, *_ = groups_asked(plan)
+    plan.apply(refused("trajectories", first[0].meta.group_id or ""))
+    assert plan.decide(0) == []
+    assert (plan.groups_given_up, plan.groups_running) == (0, 8)
+    apply_all(plan, [ended(request) for request in first])
+    assert plan.groups_given_up == 1
+    assert len(groups_asked(plan)) == 1
+
+
+@pytest.mark.parametrize("topic", ["tasks", "messages", "attempts", "batches", "weights", "made-up"])
+def test_dead_letters_of_other_topics_give_no_group_up(run: Run, topic: str) -> None:
+    plan = ready(run, *tasks(30))
+    groups = groups_asked(plan)
+    apply_all(plan, [ended(request) for group in groups for request in group])
+    before = plan.encode()
+    for group in groups:
+        plan.apply(refused(topic, group[0].meta.group_id or ""))
+    assert plan.decide(0) == []
+    assert plan.encode() == before
+
+
+def test_dead_letters_of_groups_that_are_not_known_leave_nothing(run: Run) -> None:
+    plan = ready(run, *tasks(30))
+    groups_asked(plan)
+    before = plan.encode()
+    for topic in ("trajectories", "rewards", "groups", "rollouts"):
+        for key in ("", "nobody's", "\x00", "task-0"):
+            plan.apply(refused(topic, key))
+    plan.apply(msgspec.structs.replace(refused("rewards", ""), original_key=None))
+    plan.apply(msgspec.structs.replace(refused("rewards", ""), original_key=b"\xff\xfe"))
+    assert plan.decide(0) == []
+    assert plan.encode() == before
+
+
+def test_a_request_that_is_refused_before_it_is_made_is_remembered_by_all_or_none(run: Run) -> None:
+    """A forged letter for a member that waits: whoever reads it later must know as much."""
+    plan = ready(run, *tasks(30))
+    early = refused("rollouts", trajectory_id(tasks(1)[0].meta.task_id or "", 1))
+    plan.apply(early)
+    log = asked(plan.decide(0))
+    folded = ready(run, *tasks(30), *log, early)
+    assert folded.decide(0) == []
+    assert folded.encode() == plan.encode()
 
 
 def test_a_member_whose_request_is_in_the_dead_letters_is_asked_for_again(run: Run) -> None:

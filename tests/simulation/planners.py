@@ -4,7 +4,8 @@
 
 Rest never dies. It plays requests in random order, fails some, loses some, puts some into the dead letters, refuses groups,
 repeats facts, cuts batches, publishes versions, cancels and pauses. The planners are killed before and after any append and
-flush, so around every snapshot; some snapshots are lost, and some lives fold by another code version.
+flush, so around every snapshot; some snapshots are lost, and some lives fold by another code version. Refused groups may be
+completed after all, however late, and dead letters are forged with the keys of groups that wait, run or have ended.
 
 The oracle folds the whole log without any snapshot, in another order, and compares states byte by byte.
 """
@@ -21,6 +22,8 @@ from producers import scheduler, stockroom, tasks
 from producers.config import FeederSettings, SchedulerSettings
 from producers.planner import Planner, PlannerLoop
 from producers.scheduler import Plan
+from producers.scheduling.ledger import group_id_of
+from producers.scheduling.members import trajectory_id
 from producers.submission import submit
 from producers.tasks import Feed
 from schemas.events import (
@@ -198,7 +201,9 @@ class Field:
 
     def check_budget(self, planner: Plan | Feed) -> None:
         if isinstance(planner, Plan):
-            assert planner.groups_accepted + planner.groups_running <= planner.groups_budget, "beyond the budget"
+            # a group that was given up and is completed after all was replaced in between; both are 0 in an honest field
+            allowed = planner.groups_budget + self.rest.groups_late + self.rest.letters_forged
+            assert planner.groups_accepted + planner.groups_running <= allowed, "beyond the budget"
             assert planner.rollouts_running >= 0
             assert planner.tasks_waiting >= 0
 
@@ -212,8 +217,19 @@ class Field:
                 self.rest.advance(self.now)
             else:
                 self.advance(step)
+            if not self.rest.is_honest and self.fate.happens(0.03):
+                self.forge()
             if self.fate.happens(0.002):
                 self.check_states()
+
+    def forge(self) -> None:
+        """A dead letter of nobody's message, with the key of a group or member that the scheduler knows."""
+        life = self.lives["scheduler"]
+        known = (
+            sorted(group_id for group_id, _ in life.planner._ledger) if life and isinstance(life.planner, Plan) else []
+        )
+        if known:
+            self.rest.forge(self.fate.chance.choice(known), self.now)
 
     def finish(self) -> None:
         """Peace: everything that is open comes to its end."""
@@ -272,7 +288,7 @@ class Field:
         reader = PortionReader(self.log, topics, random.Random(self.now))
         while not reader.caught_up():
             for delivery in reader.poll(1000, 0.0):
-                if delivery.event is not None:
+                if delivery.event is not None and delivery.event.meta.run_id == RUN_ID:
                     planner.apply(delivery.event, delivery.address)
         asked = [event for event in planner.decide(self.now) if isinstance(event, (RolloutRequested, TaskSubmitted))]
         assert asked == [], f"{program}: a restart without a snapshot asks for {len(asked)} more"
@@ -297,6 +313,7 @@ class Field:
         asked = {request.meta.group_id for request in requests if request.meta.purpose == "train"}
         assert plan._pacing.asked == len(asked)
         assert plan.groups_given_up == len(self.rest.refused & asked)
+        assert self.rest.completed_as_refused <= self.rest.refused
         assert plan.groups_accepted == len(self.rest.live - self.rest.stale)
         if self.steps:
             feed = self.lives["feeder"]
@@ -350,7 +367,9 @@ class Rest:
         self._log = log
         self._fate = fate
         self._run = run
-        self._reader = log.reader(["tasks", "rollouts", "messages", "control"])
+        self.is_honest = fate.chance.random() < 0.25
+        "nothing is forged, and nothing that was refused comes after all: then the budget is never exceeded"
+        self._reader = log.reader(["tasks", "rollouts", "messages", "groups", "control"])
         self._requests: list[RolloutRequested] = []
         self._started: dict[str, RolloutStarted] = {}
         self._ended: dict[str, set[int]] = {}
@@ -364,6 +383,11 @@ class Rest:
         self.live: set[str] = set()
         self.stale: set[str] = set()
         self.refused: set[str] = set()
+        self.completed_as_refused: set[str] = set()
+        "by the scheduler, before anybody else completed them"
+        self._completed_late: dict[str, tuple[Meta, int]] = {}
+        self.letters_forged = 0
+        self.groups_late = 0
         self._held: set[int] = set()
         self._served: int | None = None
         self._batches = 0
@@ -383,6 +407,8 @@ class Rest:
             task = chance.choice(self._tasks[-TASKS_REPEATED_FROM:])
             self._log.append(task)
             self.tasks_repeated.append(task.meta.id)
+        if self._completed_late and self._fate.happens(0.05):
+            self._complete_late(chance.choice(sorted(self._completed_late)), now)
         self._train(now)
         self._serve(now)
         self._operate(now)
@@ -412,6 +438,8 @@ class Rest:
                 case RolloutEnded() as ended:
                     started = self._started[ended.meta.attempt_id or ""]
                     self._end(started.meta, started.index, started.task.group_size, ended.ended_by, now)
+                case GroupCompleted(dropped_because="refused") as completed:
+                    self._note_completed_as_refused(completed.meta.group_id or "")
                 case ControlIssued(command="hold", version=int(version)):
                     self._held.add(version)
                 case ControlIssued(command="release", version=int(version)):
@@ -463,8 +491,26 @@ class Rest:
         group_id = asked.group_id or ""
         if self._fate.happens(0.1):
             self.refused.add(group_id)
+            if not self.is_honest and self._fate.happens(0.5):
+                self._completed_late[group_id] = (asked, group_size)
             self._reject(self._fate.chance.choice(("trajectories", "rewards", "groups")), group_id, now)
             return
+        self._complete(asked, group_size, now)
+
+    def _complete_late(self, group_id: str, now: int) -> None:
+        """An operator has a refused message sent again. Where the scheduler has completed the group, the cutter knows it."""
+        self.groups_late += 1
+        asked, group_size = self._completed_late.pop(group_id)
+        self._complete(asked, group_size, now, counts=group_id not in self.completed_as_refused)
+        if group_id not in self.completed_as_refused:
+            self.refused.discard(group_id)
+
+    def _note_completed_as_refused(self, group_id: str) -> None:
+        if group_id in self.refused:
+            self.completed_as_refused.add(group_id)
+
+    def _complete(self, asked: Meta, group_size: int, now: int, *, counts: bool = True) -> None:
+        group_id = asked.group_id or ""
         self._judged.add(group_id)
         is_dropped = self._fate.happens(0.3) or group_id in self._cancelled
         version = self._sampled_version(asked)
@@ -492,14 +538,25 @@ class Rest:
                 dropped_because="zero_variance" if is_dropped else None,
             )
         )
-        if not is_dropped:
+        if counts and not is_dropped:
             self.live.add(group_id)
             self._uncut[group_id] = version
 
-    def _reject(self, topic: str, key: str, now: int) -> None:
+    def forge(self, group_id: str, now: int) -> None:
+        self.letters_forged += 1
+        run_id = self._fate.chance.choice((RUN_ID, RUN_ID, RUN_ID, "another"))
+        topic = self._fate.chance.choice(("trajectories", "rewards", "groups", "messages", "rollouts", "tasks"))
+        task_id = next(
+            (task.meta.task_id for task in self._tasks if group_id_of(task.meta.task_id or "") == group_id), ""
+        )
+        key = trajectory_id(task_id or "", 0) if topic == "rollouts" else group_id
+        self._reject(topic, key, now, run_id)
+
+    def _reject(self, topic: str, key: str, now: int, run_id: str = RUN_ID) -> None:
         self._rejects += 1
+        meta = self._meta(f"reject-{self._rejects}", "dead-letters", now)
         rejected = EventRejected(
-            meta=self._meta(f"reject-{self._rejects}", "dead-letters", now),
+            meta=msgspec.structs.replace(meta, run_id=run_id),
             original=b"",
             original_key=key.encode(),
             origin=Address(topic, 0, self._rejects),

@@ -55,6 +55,10 @@ GROUPS_AT_ONCE = 3
 GROUP_SIZE = 2
 GROUPS_PER_BATCH = 2
 SNAPSHOT_BATCHES = 2
+SNAPSHOT_GROUPS = 5
+"read without a batch"
+NOT_TAKEN_REMEMBERED = 2
+"of a partition: most of what a batch passes over is forgotten before it is cut"
 STALENESS_MAX = 2
 TRAJECTORIES_REMEMBERED = 1
 GROUPS_REMEMBERED = 3
@@ -119,6 +123,8 @@ class Plays:
     chance: random.Random
     ended: set[tuple[int, int]]
     attempts: int = 0
+    solved_from: int = GROUPS
+    "from this group on every answer is right, so that nothing teaches"
     is_broken: bool = False
     "the newest attempt has a message that assemble refuses: it never ends, and the member is asked for again"
 
@@ -128,7 +134,7 @@ class Plays:
 
     def attempt(self, group: int, member: int) -> list[Event]:
         self.attempts += 1
-        answer = self.chance.choice(("7", "8"))
+        answer = self.chance.choice(("7", "8")) if group < self.solved_from else "7"
         started, turn, *rest = rollout(
             group,
             member,
@@ -224,11 +230,12 @@ class Streams(Program):
 class Cut(Program):
     """The cutter itself, for as long as there is something to read."""
 
-    def __init__(self, log: TroubledLog, hop: CutGroups) -> None:
+    def __init__(self, log: TroubledLog, hop: CutGroups, cutter: type[Cutter] = Cutter) -> None:
         super().__init__(log)
         spoil_snapshots(log.beneath, log.fate)
-        self._cutter = Cutter(log, hop, RUN, CutSettings(snapshot_batches=SNAPSHOT_BATCHES), ProgramMetrics())
-        check_snapshot(log.beneath)
+        settings = CutSettings(snapshot_batches=SNAPSHOT_BATCHES, snapshot_groups=SNAPSHOT_GROUPS)
+        self._cutter = cutter(log, hop, RUN, settings, ProgramMetrics())
+        check_snapshot(log.beneath, hop)
 
     def advance(self) -> None:
         self._cutter.run_until(threading.Event())
@@ -245,17 +252,21 @@ def spoil_snapshots(log: MemoryLog, fate: Fate) -> None:
             log.append(msgspec.structs.replace(event, code_version="another"))
 
 
-def check_snapshot(log: MemoryLog) -> None:
-    """Snapshot and tail are the fold of all batches, byte for byte."""
-    whole = fold_batches(cutting(), batches_of(log, RUN, ()))
+def check_snapshot(log: MemoryLog, hop: CutGroups) -> None:
+    """Snapshot and tail are the fold of all batches, and of the groups since the last of them, byte for byte."""
+    found = restore_state(log, hop, RUN).state
+    whole = fold_batches(hop, batches_of(log, RUN, ()))
+    for address, group in _groups(log):
+        if address.offset < found.positions.get(f"{address.topic}/{address.partition}", 0):
+            outcome = hop.step(whole, group, address)
+            assert not outcome.events, "a snapshot holds groups that a batch is to be cut from"
+            whole = outcome.state
     encode = msgspec.msgpack.Encoder(order="deterministic").encode
-    assert encode(restore_state(log, cutting(), RUN)) == encode(whole), (
-        "snapshot and tail are not the fold of all batches"
-    )
+    assert encode(found) == encode(whole), "snapshot and tail are not the fold of all batches and groups"
 
 
 def cutting(kind: type[CutGroups] = CutGroups) -> CutGroups:
-    return kind(RUN_ID, GROUPS_PER_BATCH, STALENESS_MAX, first_version=0)
+    return kind(RUN_ID, GROUPS_PER_BATCH, STALENESS_MAX, first_version=0, not_taken_remembered=NOT_TAKEN_REMEMBERED)
 
 
 @dataclass
@@ -269,17 +280,19 @@ class Simulated:
     "states by hop and key"
 
 
-def simulate(seed: int, streams: type[Streams] = Streams, cut: type[CutGroups] = CutGroups) -> Simulated:
+def simulate(
+    seed: int, streams: type[Streams] = Streams, cut: type[CutGroups] = CutGroups, cutter: type[Cutter] = Cutter
+) -> Simulated:
     """One run of the field with trouble, until everything has ended and nothing is left to read."""
     chance = random.Random(seed)
     fate = Fate(chance, kill_share=chance.choice((0.0, 0.005, 0.02, 0.06)))
     log = MemoryLog(_CODEC)
-    plays = Plays(chance, set())
+    plays = Plays(chance, set(), solved_from=chance.choice((GROUPS, GROUPS, GROUPS // 2, 0)))
     stores: dict[str, dict[bytes, bytes]] = {}
     births: list[Callable[[TroubledLog], Program]] = [
         lambda troubled: Rollouts(troubled, plays),
         lambda troubled: streams(troubled, stores),
-        lambda troubled: Cut(troubled, cutting(cut)),
+        lambda troubled: Cut(troubled, cutting(cut), cutter),
     ]
     lives: list[Program | None] = [None] * len(births)
     idle = 0
@@ -407,7 +420,8 @@ def _check_batches(log: MemoryLog) -> None:
         assert len(batch.groups) == GROUPS_PER_BATCH
         wanted = [member.trajectory_id for group in batch.groups for member in groups[group].members if member.valid]
         assert [member.trajectory_id for member in batch.members] == wanted
-    state = restore_state(log, cutting(), RUN)
+    before = restore_state(log, cutting(), RUN)
+    state = before.state
     assert state.index_next == len(batches)
     remembered = {
         group
@@ -415,13 +429,23 @@ def _check_batches(log: MemoryLog) -> None:
         for group in (*batch.groups, *batch.groups_stale, *batch.groups_passed)
         if is_admitted(len(batches), batch.policy_ceiling, STALENESS_MAX)
     }
-    assert set(state.seen) == remembered, "the cutter remembers what it may forget, or forgets what it may not"
-    check_snapshot(log)
-    read = [
-        (d.address, d.event) for d in log.reader(["groups"]).poll(10**6, 0.0) if isinstance(d.event, GroupCompleted)
-    ]
-    again = [log.codec.encode(batch) for batch in cutting().cut_again(read, batches)]
+    not_taken = [group.group_id for newest in state.not_taken.values() for group in newest]
+    open_work = {*not_taken, *(group.meta.group_id or "" for group in state.waiting)}
+    assert set(state.seen) == remembered | open_work, (
+        "the cutter remembers what it may forget, or forgets what it may not"
+    )
+    assert all(len(newest) <= NOT_TAKEN_REMEMBERED for newest in state.not_taken.values())
+    reader = log.reader(["groups"], start=before.groups_from)
+    assert len(reader.poll(10**6, 0.0)) < SNAPSHOT_GROUPS, "a restart of the cutter reads ever more groups"
+    check_snapshot(log, cutting())
+    again = [log.codec.encode(batch) for batch in cutting().cut_again(_groups(log), batches)]
     assert again == [log.codec.encode(batch) for batch in batches], "batches: cut again, they are others"
+
+
+def _groups(log: MemoryLog) -> list[tuple[Address, GroupCompleted]]:
+    """In the order of each partition."""
+    deliveries = log.reader(["groups"]).poll(10**6, 0.0)
+    return [(each.address, each.event) for each in deliveries if isinstance(each.event, GroupCompleted)]
 
 
 def _events(log: MemoryLog, topic: str) -> list[Event]:

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from producers import scheduler
 from producers.planner import Planner, PlannerLoop
 from producers.scheduler import Plan
 from producers.scheduling import demand, ledger
+from producers.scheduling.pacing import GroupLag, Pacing
 from schemas.errors import LogBroken
-from schemas.events import Position, SnapshotTaken
+from schemas.events import Event, Position, SnapshotTaken
 from schemas.run import Run
 from streams.log.protocol import Log
 from tests.simulation import planners
@@ -26,6 +28,7 @@ def short_horizons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs here are short, and what is forgotten must be forgotten in them too."""
     monkeypatch.setattr(ledger, "RECENT_TASKS", planners.TASKS_REPEATED_FROM)
     monkeypatch.setattr(demand, "TRAINING_TASKS_WAITING_MAX", 12)
+    monkeypatch.setattr(scheduler, "GIVEN_UP_KEPT", 1)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 8))
@@ -48,6 +51,10 @@ def test_there_is_trouble() -> None:
     assert sum(field.restored for field in fields) > 100
     assert sum(len(field.rest.stale) for field in fields) > 5
     assert sum(len(field.rest.refused) for field in fields) > 10
+    fields = [simulate(seed, steps=0) for seed in range(20)]
+    assert sum(len(field.rest.completed_as_refused) for field in fields) > 5
+    assert sum(field.rest.groups_late for field in fields) > 5
+    assert sum(field.rest.letters_forged for field in fields) > 100
 
 
 def is_noticed(steps: int = 4) -> bool:
@@ -95,6 +102,31 @@ def test_a_fold_that_keeps_facts_of_tasks_that_are_over_is_noticed(monkeypatch: 
 
 def test_a_fold_that_does_not_know_repeated_tasks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "RECENT_TASKS", 0)
+    assert is_noticed()
+
+
+def test_groups_that_are_given_up_for_good_without_a_fact_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log does not say what came first then, the end of the patience or the group."""
+
+    def forget(self: Plan, now: int, events: list[Event]) -> None:
+        given_up = sorted(self._refused(group_id) for group_id in self._pacing.with_standing("given_up"))
+        for _, group_id, group in given_up[:-1]:
+            assert group.ask is not None
+            self._move(group_id, group, group.ask, "refused")
+
+    monkeypatch.setattr(Plan, "_complete_given_up", forget)
+    assert is_noticed()
+
+
+def test_a_refusal_that_ends_a_task_which_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    standing_of = Pacing.standing_of
+
+    def careless(self: Pacing, group: ledger.Group, is_called_off: bool, is_caught_up: bool) -> GroupLag:
+        if group.ask is not None and not group.is_asked and group.refusal is not None:
+            return "unasked" if is_caught_up else "unknown"
+        return standing_of(self, group, is_called_off, is_caught_up)
+
+    monkeypatch.setattr(Pacing, "standing_of", careless)
     assert is_noticed()
 
 

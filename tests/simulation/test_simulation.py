@@ -3,14 +3,31 @@
 python -m tests.simulation 4711
 """
 
+import threading
+
 import msgspec
 import pytest
 
-from schemas.events import Address, BatchCut, GroupCompleted
-from streams.hops.groups_to_batches import CutGroups, CutState
+from schemas.events import BatchCut, Position, SnapshotTaken
+from schemas.metrics import ProgramMetrics
+from schemas.run import Run
+from streams.config import CutSettings
+from streams.cut import Cutter
+from streams.hops.groups_to_batches import CutGroups, CutState, NotTaken
 from streams.horizon import KeyOrder
+from streams.log.memory import MemoryReader
+from streams.log.protocol import Log, Reader
 from streams.stage import Stage, Write
-from tests.simulation.simulator import BLOCK_ENTRIES, Simulated, Streams, check, facts, simulate, simulate_and_check
+from tests.simulation.simulator import (
+    BLOCK_ENTRIES,
+    RUN_ID,
+    Simulated,
+    Streams,
+    check,
+    facts,
+    simulate,
+    simulate_and_check,
+)
 
 SEEDS = 200
 SEEDS_FOR_A_FAULT = 60
@@ -51,11 +68,15 @@ def test_there_is_trouble() -> None:
     rewards = [reward for one in simulated for reward in facts(one.log, "rewards").values()]
     assert sum(b"scorer failed" in reward for reward in rewards) > 5
     assert sum(b"no scorer is called" in reward for reward in rewards) > 5
+    assert sum(len(one.log._partitions["batches", 0]) == 0 for one in simulated) > 2, "nothing teaches"
+    assert sum(len(one.log._partitions["snapshots", 0]) for one in simulated) > 60
 
 
-def fails(seed: int, streams: type[Streams] = Streams, cut: type[CutGroups] = CutGroups) -> bool:
+def fails(
+    seed: int, streams: type[Streams] = Streams, cut: type[CutGroups] = CutGroups, cutter: type[Cutter] = Cutter
+) -> bool:
     try:
-        check(simulate(seed, streams=streams, cut=cut))
+        check(simulate(seed, streams=streams, cut=cut, cutter=cutter))
     except AssertionError:
         return True
     return False
@@ -140,7 +161,8 @@ class ForgetsWhatItPassed(CutGroups):
 
 class KeepsTheOrderOfReading(CutGroups):
     def _batch(self, state: CutState) -> BatchCut:
-        return msgspec.structs.replace(super()._batch(state), groups_passed=state.groups_passed)
+        names = [group.group_id for newest in state.not_taken.values() for group in newest if not group.is_stale]
+        return msgspec.structs.replace(super()._batch(state), groups_passed=names)
 
 
 class ForgetsWhatItCut(CutGroups):
@@ -155,23 +177,59 @@ class NeverForgetsWhatItCut(CutGroups):
         return msgspec.structs.replace(after, seen=before | after.seen)
 
 
-class TakesWhatItHasAgain(CutGroups):
-    """Forgets by batches, but does not pass over what is delivered again."""
+class ForgetsInTheOrderOfReading(CutGroups):
+    """One horizon for all partitions."""
 
-    def _take(self, state: CutState, group: GroupCompleted, group_id: str, address: Address) -> None:
-        place = f"{address.topic}/{address.partition}"
-        position = state.positions.get(place, 0)
-        state.positions[place] = min(position, address.offset)
-        super()._take(state, group, group_id, address)
-        state.positions[place] = max(position, address.offset + 1)
+    def _remember(self, state: CutState, place: str, group: NotTaken) -> None:
+        super()._remember(state, "all", group)
+
+
+class NeverForgetsWhatItPassed(CutGroups):
+    def _remember(self, state: CutState, place: str, group: NotTaken) -> None:
+        state.not_taken.setdefault(place, []).append(group)
 
 
 @pytest.mark.parametrize(
     "faulty",
-    [ForgetsWhatItPassed, KeepsTheOrderOfReading, ForgetsWhatItCut, NeverForgetsWhatItCut, TakesWhatItHasAgain],
+    [
+        *(ForgetsWhatItPassed, KeepsTheOrderOfReading, ForgetsWhatItCut, NeverForgetsWhatItCut),
+        *(ForgetsInTheOrderOfReading, NeverForgetsWhatItPassed),
+    ],
 )
 def test_batches_that_depend_on_a_restart_or_on_the_order_of_reading_are_noticed(faulty: type[CutGroups]) -> None:
     assert any(fails(seed, cut=faulty) for seed in range(SEEDS_FOR_A_FAULT))
+
+
+class SavesOnlyWithBatches(Cutter):
+    """While nothing teaches, a restart reads ever more."""
+
+    def __init__(
+        self, log: Log, hop: CutGroups, run: Run, settings: CutSettings, program_metrics: ProgramMetrics
+    ) -> None:
+        super().__init__(log, hop, run, msgspec.structs.replace(settings, snapshot_groups=10**9), program_metrics)
+
+
+class ReadsFromItsCommit(Cutter):
+    """Which is ahead of the state when the snapshot that was committed with it is lost."""
+
+    def run_until(self, stop: threading.Event) -> None:
+        committed = self._log.reader([self._hop.reads], group=f"cut-{RUN_ID}")
+        assert isinstance(committed, MemoryReader)
+        self._start = [Position(topic=t, partition=p, offset=offset) for (t, p), offset in committed._next.items()]
+        super().run_until(stop)
+
+
+class SavesNoGroupsThatWait(Cutter):
+    def _snapshot(self, reader: Reader, *, is_with_batch: bool) -> SnapshotTaken:
+        whole, self._state = self._state, msgspec.structs.replace(self._state, waiting=[])
+        taken = super()._snapshot(reader, is_with_batch=is_with_batch)
+        self._state = whole
+        return taken
+
+
+@pytest.mark.parametrize("faulty", [SavesOnlyWithBatches, ReadsFromItsCommit, SavesNoGroupsThatWait])
+def test_snapshots_that_save_too_little_are_noticed(faulty: type[Cutter]) -> None:
+    assert any(fails(seed, cutter=faulty) for seed in range(SEEDS_FOR_A_FAULT))
 
 
 def test_a_lost_fact_is_noticed() -> None:

@@ -8,13 +8,13 @@ import pytest
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import LogBroken
-from schemas.events import Address, GroupCompleted, GroupMember, Meta
+from schemas.events import Address, BatchCut, GroupCompleted, GroupMember, Meta
 from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
 from schemas.topics import PARTITIONS
 from streams.config import CutSettings
-from streams.cut import Cutter, batches_of, restore_state
-from streams.hops.groups_to_batches import STATE_VERSION, CutGroups
+from streams.cut import Cutter, batches_of, fold_batches, restore_state
+from streams.hops.groups_to_batches import STATE_VERSION, CutGroups, CutState
 from streams.log.memory import MemoryLog
 from streams.log.partitioner import partition_of
 from streams.log.snapshots import newest_snapshot
@@ -46,6 +46,27 @@ class UntilAllIsCut(threading.Event):
         self._looks += 1
         assert self._looks < 10_000, "something is never cut"
         return self._log.group_lags(f"cut-{RUN.run_id}", ["groups"])["groups"].lag == 0
+
+
+class UntilAllIsRead(UntilAllIsCut):
+    """Tells the cutter to stop when it has read everything, whether it could cut it or not."""
+
+    def __init__(self, log: MemoryLog, program_metrics: ProgramMetrics) -> None:
+        super().__init__(log)
+        self._program_metrics = program_metrics
+        self.unread = len(log.reader(["groups"], start=restore_state(log, HOP, RUN).groups_from).poll(10**6, 0.0))
+
+    def is_set(self) -> bool:
+        return self._program_metrics.figures().get("events_read", 0) >= self.unread
+
+
+def read_all(log: MemoryLog, snapshot_groups: int) -> int:
+    """One life of a cutter; how many groups it read."""
+    program_metrics = ProgramMetrics()
+    settings = CutSettings(poll_seconds=0.01, snapshot_groups=snapshot_groups)
+    cutter, stop = Cutter(log, HOP, RUN, settings, program_metrics), UntilAllIsRead(log, program_metrics)
+    cutter.run_until(stop)
+    return stop.unread
 
 
 def cut_all(log: MemoryLog, snapshot_batches: int = 8) -> None:
@@ -94,9 +115,104 @@ def test_a_restart_reads_the_same_number_of_batches_however_long_the_run_is(log:
         assert taken is not None
         tails.append(len(list(batches_of(log, RUN, taken.positions))))
         states.append(len(taken.state))
-    assert restore_state(log, HOP, RUN).index_next == 200
+    assert restore_state(log, HOP, RUN).state.index_next == 200
     assert max(tails) <= 8 + 1
     assert max(states) <= 1.2 * states[0]
+
+
+def solved_group(number: int, version: int = 0) -> GroupCompleted:
+    """One whose members are all alike."""
+    return msgspec.structs.replace(completed_group(number, version), dropped_because="zero_variance")
+
+
+def test_while_nothing_teaches_neither_the_state_nor_what_a_restart_reads_grows(log: MemoryLog) -> None:
+    log.append(completed_group(0, version=0))  # it waits for a second one
+    read, states = [], []
+    for first in range(1, 881, 220):
+        for number in range(first, first + 220):
+            log.append(solved_group(number))
+        read.append(read_all(log, snapshot_groups=50))
+        taken = newest_snapshot(log, RUN, STATE_VERSION)
+        assert taken is not None
+        states.append(len(taken.state))
+    assert log.count(["batches"]) == {"batches": 0}
+    assert read_all(log, snapshot_groups=50) < 50
+    assert max(read) < 220 + 50
+    assert states[2] == states[3], "the newest 256 of the partition are remembered"
+    log.append(completed_group(881, version=0))
+    read_all(log, snapshot_groups=50)
+    (batch,) = batches_of(log, RUN, ())
+    assert batch.groups == sorted([NAMES[0], NAMES[881]])
+    assert batch.groups_dropped == {"zero_variance": 880}
+    assert batch.groups_passed == sorted(NAMES[881 - 256 : 881])
+
+
+def test_stale_groups_that_a_batch_does_not_name_are_counted(log: MemoryLog) -> None:
+    for number in range(20):
+        log.append(completed_group(number, version=number // 2))
+    for number in range(20, 320):
+        log.append(completed_group(number, version=0))
+    for number in range(320, 322):
+        log.append(completed_group(number, version=10))
+    cut_all(log)
+    *_, last = batches_of(log, RUN, ())
+    assert last.groups_stale == sorted(NAMES[320 - 256 : 320])
+    assert last.groups_stale_unnamed == 300 - 256
+
+
+def test_a_snapshot_between_batches_that_is_ahead_of_the_log_is_refused(log: MemoryLog) -> None:
+    for number in range(2):
+        log.append(completed_group(number, version=0))
+    for number in range(2, 40):
+        log.append(solved_group(number))
+    read_all(log, snapshot_groups=10)
+    assert restore_state(log, HOP, RUN).state.index_next == 1
+    (batch,) = log._partitions["batches", 0]
+    foreign = msgspec.structs.replace(next(iter(batches_of(log, RUN, ()))), meta=other_run_meta())
+    log.append(foreign)
+    log._partitions["batches", 0].remove(batch)  # another run has written where it stood
+    with pytest.raises(LogBroken, match="snapshot of the cutter was taken with batch 0, which is not on the log"):
+        restore_state(log, HOP, RUN)
+    log._partitions["batches", 0].clear()
+    with pytest.raises(LogBroken):
+        restore_state(log, HOP, RUN)
+
+
+def other_run_meta() -> Meta:
+    return Meta(id="foreign", run_id="another", category="batch", topic="batches", sender="cut", timestamp=0)
+
+
+def test_groups_of_other_runs_are_not_read_again_and_again(log: MemoryLog) -> None:
+    for number in range(100):
+        group = solved_group(number)
+        log.append(msgspec.structs.replace(group, meta=msgspec.structs.replace(group.meta, run_id="another")))
+    assert read_all(log, snapshot_groups=30) == 100
+    assert read_all(log, snapshot_groups=30) == 10
+
+
+def test_a_group_that_is_delivered_again_below_the_positions_changes_nothing() -> None:
+    hop = CutGroups(RUN.run_id, 2, staleness_max=4, first_version=0, not_taken_remembered=1)
+    state = None
+    for number in range(3):  # the first two are forgotten
+        state = hop.step(state, solved_group(number), Address("groups", 0, number)).state
+    before = msgspec.msgpack.encode(state)
+    assert msgspec.msgpack.encode(hop.step(state, solved_group(0), Address("groups", 0, 0)).state) == before
+
+
+def test_a_batch_after_a_snapshot_says_what_of_the_snapshot_was_forgotten_since() -> None:
+    hop = CutGroups(RUN.run_id, 1, staleness_max=4, first_version=0, not_taken_remembered=2)
+    state, between = None, b""
+    batches: list[BatchCut] = []
+    for number, group in enumerate([*(solved_group(number) for number in range(6)), completed_group(6, version=0)]):
+        outcome = hop.step(state, group, Address("groups", 0, number))
+        state = outcome.state
+        batches += [event for event in outcome.events if isinstance(event, BatchCut)]
+        if number == 2:
+            between = msgspec.msgpack.encode(state)
+    restored_between = msgspec.msgpack.decode(between, type=CutState)
+    assert set(restored_between.seen) == {NAMES[1], NAMES[2]}
+    assert fold_batches(hop, batches, restored_between) == fold_batches(hop, batches) == state
+    assert set(fold_batches(hop, batches).seen) == {NAMES[4], NAMES[5], NAMES[6]}
 
 
 def test_a_snapshot_that_is_ahead_of_the_log_is_refused(log: MemoryLog) -> None:
@@ -125,7 +241,7 @@ def test_a_group_that_comes_again_after_it_was_forgotten_is_stale_and_not_traine
     for number in range(40):
         log.append(completed_group(number, version=number // 2))
     cut_all(log)
-    assert NAMES[0] not in restore_state(log, HOP, RUN).seen
+    assert NAMES[0] not in restore_state(log, HOP, RUN).state.seen
     for number in (0, 1, 2, 40, 41):
         log.append(completed_group(number, version=number // 2))
     cut_all(log)

@@ -12,6 +12,9 @@ JOB = JobSettings(groups_per_batch=2, group_size=2, steps=3, staleness_target=1,
 TRAIN = _ask_of(tasks(1, 2)[0], None, 0)
 EVAL = _ask_of(tasks(1, 1, "eval", 1)[0], None, 0)
 ASKED = {0: Member(requests={0: MemberRequest(0, 1)})}
+CLOSED = {index: Member(is_ended=True) for index in range(2)}
+ENDED = {index: Member(requests={0: MemberRequest(0, 1)}, is_ended=True) for index in range(2)}
+REFUSED = GroupOutcome(True, None, None, 0.0, 0, is_refused=True)
 TEACHES, TEACHES_NOT = GroupOutcome(False, 1, 1, 0.5, 2), GroupOutcome(True, 1, 1, 0.0, 2)
 
 
@@ -25,9 +28,13 @@ TEACHES, TEACHES_NOT = GroupOutcome(False, 1, 1, 0.5, 2), GroupOutcome(True, 1, 
         (Group(ask=TRAIN, members=ASKED, judged=TEACHES, is_cut=True), "accepted"),
         (Group(ask=TRAIN, members=ASKED, judged=TEACHES, is_stale=True), "stale"),
         (Group(ask=TRAIN, members=ASKED, judged=TEACHES_NOT), "dropped"),
-        (Group(ask=TRAIN, members=ASKED, refusal=Refusal(0, "why")), "given_up"),
+        (Group(ask=TRAIN, members=ASKED, refusal=Refusal(0, "why")), "running"),
+        (Group(ask=TRAIN, members=ENDED, refusal=Refusal(0, "why")), "given_up"),
+        (Group(ask=TRAIN, members=ENDED, refusal=Refusal(0, "why"), judged=REFUSED), "refused"),
         (Group(ask=TRAIN, members=ASKED, refusal=Refusal(0, "why"), judged=TEACHES), "uncut"),
-        (Group(ask=TRAIN, judged=TEACHES_NOT), "unasked"),
+        (Group(ask=TRAIN, judged=TEACHES_NOT), "waiting"),
+        (Group(ask=TRAIN, refusal=Refusal(0, "why")), "waiting"),
+        (Group(ask=TRAIN, members=CLOSED), "unasked"),
         (Group(ask=EVAL, members=ASKED), "running"),
         (Group(ask=EVAL, members={0: Member(is_ended=True)}), "ended"),
         (Group(ask=EVAL, members=ASKED, refusal=Refusal(0, "why")), "running"),
@@ -44,8 +51,8 @@ def test_what_is_called_off_before_it_was_asked_for_does_not_wait() -> None:
 
 
 def test_nobody_knows_that_a_group_was_never_asked_for_before_all_is_read() -> None:
-    judged = Group(ask=TRAIN, judged=TEACHES)
-    assert Pacing(JOB).standing_of(judged, is_called_off=False, is_caught_up=False) == "unknown"
+    closed = Group(ask=TRAIN, members=CLOSED)
+    assert Pacing(JOB).standing_of(closed, is_called_off=False, is_caught_up=False) == "unknown"
 
 
 def test_a_group_becomes_stale_when_batches_pass_it() -> None:
