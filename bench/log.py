@@ -94,11 +94,13 @@ def turn(number: int, tokens: int) -> TurnGenerated:
 
 
 def measure(quick: bool) -> dict[str, Figure]:
-    """Ratios of this log to the bare parts; higher is better. cost_growth: 1 = an event costs as much as the first ones."""
+    """Ratios of this log to the bare parts; higher is better. cost_growth: 1 = an event costs as much as the first ones.
+    pass_over_to_decode: lower is better."""
     groups_count = 100 if quick else 4000
     with _log() as (addresses, codec, folder):
         figures = _codec(codec, 300 if quick else 2000)
         figures |= _broker(addresses, codec, 5_000 if quick else 100_000)
+        figures |= pass_over(codec, 5_000 if quick else 50_000)
     with _log() as (addresses, codec, folder):
         figures |= _driver(addresses, codec, groups_count)
         figures |= _growth(codec, 50_000 if quick else 1_000_000)
@@ -155,6 +157,23 @@ def _broker(addresses: LogAddresses, codec: Codec, count: int) -> dict[str, Figu
         "produce_typed_per_second": figure(count / typed for _, typed in produce),
         "consume_typed_per_second": figure(count / typed for _, typed in consume),
     }
+
+
+def pass_over(codec: Codec, count: int) -> dict[str, Figure]:
+    """Seconds that a message of another run costs a reader, beside one that it decodes, both without fetching it from the
+    broker; lower is better."""
+    values = [codec.encode(turn(number, 24)) for number in range(count)]
+    rounds = [
+        _seconds(lambda: _deliver_to(codec, values, "another")) / _seconds(lambda: _deliver_to(codec, values, _RUN_ID))
+        for _ in range(_ROUNDS)
+    ]
+    return {"pass_over_to_decode": figure(rounds)}
+
+
+def _deliver_to(codec: Codec, values: list[bytes], run_id: str) -> None:
+    address, unknown_ids = Address("messages", 0, 0), set[int]()
+    for value in values:
+        decode_delivery(codec, address, b"key", value, unknown_ids, run_id)
 
 
 # the driver beside a bare loop

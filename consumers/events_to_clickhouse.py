@@ -23,15 +23,17 @@ from consumers.clickhouse.store import Place, Store, require_store
 from consumers.config import TracesSettings
 from consumers.lag_watch import LagWatch
 from schemas.errors import BadInput, LogBroken, LogUnavailable
-from schemas.events import Position
+from schemas.events import EventRejected, Position
 from schemas.ids import now_microseconds
 from schemas.metrics import ProgramMetrics
 from schemas.programs import ACCESS_BY_PROGRAM
 from schemas.run import Run
-from schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
+from schemas.topics import FOREVER, NOBODY, TOPIC_BY_NAME, TOPICS
 from streams.log.connect import open_log
 from streams.log.protocol import Delivery, Log, Reader
+from streams.log.runs import run_facts
 from streams.rules.dead_letter import rejection
+from streams.rules.runs import fold, may_read
 
 _STAGE = "traces"
 _REST_SECONDS = 0.1
@@ -145,16 +147,38 @@ class TraceWriter:
 
     def _reject(self, deliveries: Sequence[Delivery]) -> None:
         """What cannot be read and has no stage that refuses it becomes a dead letter here."""
+        unreadable = [(bad, bad.undecodable) for bad in deliveries if bad.undecodable is not None]
         rejects = [
-            rejection(self._run_id, _STAGE, bad, bad.undecodable, now_microseconds())
-            for bad in deliveries
-            if bad.undecodable is not None and TOPIC_BY_NAME[bad.address.topic].rejected_by == _STAGE
+            rejection(self._run_id, _STAGE, bad, reason, now_microseconds())
+            for bad, reason in unreadable
+            if _stage_of(bad) == _STAGE
         ]
+        rejects += self._reject_for_absent_runs(
+            [(bad, reason) for bad, reason in unreadable if _stage_of(bad) != _STAGE]
+        )
         if rejects:
             for reject in rejects:
                 self._log.append(reject)
             self._log.flush()
             self._program_metrics.count("rejected", len(rejects))
+
+    def _reject_for_absent_runs(self, unreadable: Sequence[tuple[Delivery, str]]) -> list[EventRejected]:
+        """What names a run by its first bytes is left to that run by all others (decision 0023). If the run has ended, began
+        later or never was, none of its programs comes by: the reject that its stage would write is written here."""
+        claimed = [(bad, reason, self._log.codec.run_of(bad.value)) for bad, reason in unreadable]
+        if all(run_id is None for _, _, run_id in claimed):
+            return []
+        # read now, not remembered: a message may arrive before the facts about its run, which are on another topic
+        states = fold(run_facts(self._log))
+        rejects: list[EventRejected] = []
+        for bad, reason, run_id in claimed:
+            state = None if run_id is None else states.get(run_id)
+            if run_id is None or _stage_of(bad) == NOBODY or (state is not None and may_read(state, bad.address)):
+                continue
+            # an id that no run has is no address for a reject: then it is the field's
+            of_run = self._run_id if state is None else state.run_id
+            rejects.append(rejection(of_run, _stage_of(bad), bad, reason, now_microseconds(), sender=_STAGE))
+        return rejects
 
     def await_caught_up(self, timeout_seconds: float) -> bool:
         """Waits until everything that is on the log at this moment is in the store; False when that takes too long."""
@@ -242,6 +266,10 @@ class TraceWriter:
             reader.commit([Position(topic=t, partition=p, offset=self._following.get((t, p), 0)) for t, p in places])
         finally:
             reader.close()
+
+
+def _stage_of(delivery: Delivery) -> str:
+    return TOPIC_BY_NAME[delivery.address.topic].rejected_by
 
 
 def _commit(reader: Reader) -> None:

@@ -62,7 +62,7 @@ def run(run: Run, settings: VllmSettings, program_metrics: ProgramMetrics, stop:
 
 def newest_weights(log: Log, run: Run, stop: threading.Event) -> WeightsPublished | None:
     """The newest version of the run; waits for the first one. None when stopped before."""
-    reader = log.reader(["weights"], start=newest_weights_from(log, run)[0])
+    reader = log.reader(["weights"], start=newest_weights_from(log, run)[0], run_id=run.run_id)
     newest: WeightsPublished | None = None
     try:
         while not stop.is_set():

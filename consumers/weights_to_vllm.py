@@ -243,7 +243,7 @@ class TargetReader:
         self.unsaved = 0
         "events read since the last snapshot"
         self._positions = {(position.topic, position.partition): position for position in start}
-        self._reader = log.reader(["weights", "control", "serving"], start=start)
+        self._reader = log.reader(["weights", "control", "serving"], start=start, run_id=run.run_id)
 
     def read(self, timeout_seconds: float = _POLL_SECONDS) -> int:
         """Takes what has arrived; returns how much."""
@@ -271,7 +271,7 @@ class TargetReader:
 
     def _look_up(self, version: int) -> None:
         """A version that is held and was forgotten. If it is not on the log any more, its hold is forgotten instead."""
-        reader = self._log.reader(["weights"], start=self._run.start)
+        reader = self._log.reader(["weights"], start=self._run.start, run_id=self._run.run_id)
         try:
             while not reader.caught_up():
                 for delivery in reader.poll(1000, 0.2):

@@ -407,13 +407,13 @@ def _answer(name: str, address: str, ask: Callable[[], None], remedy: str) -> Fi
     """Asks in a thread of its own: a client of a log waits longer than a person does."""
     error: list[str] = []
 
-    def asked() -> None:
+    def try_it() -> None:
         try:
-            read_request()
+            ask()
         except (ReplaygroundError, OSError, msgspec.MsgspecError) as failed:
             error.append(str(failed) or type(failed).__name__)
 
-    thread = threading.Thread(target=asked, daemon=True)
+    thread = threading.Thread(target=try_it, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS_MAX)
     if thread.is_alive():

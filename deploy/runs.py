@@ -14,9 +14,9 @@ from schemas.events import EndReason, Event, Meta, Position, RunEnded, RunFile, 
 from schemas.ids import new_id, now_microseconds
 from schemas.topics import TOPICS
 from streams.log.protocol import Log
+from streams.log.runs import run_facts
 from streams.rules.runs import RunState, fold
 
-_EVENTS_MAX = 1000
 _POLL_SECONDS = 0.2
 _TRIES_MAX = 10
 _PATIENCE_SECONDS = 30.0
@@ -127,23 +127,11 @@ def _facts(log: Log) -> list[Event]:
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
-            return _read_facts(log)
+            return run_facts(log)
         except LogUnavailable:
             if time.monotonic() > until:
                 raise
             time.sleep(_POLL_SECONDS)
-
-
-def _read_facts(log: Log) -> list[Event]:
-    reader = log.reader(["runs"])
-    facts: list[Event] = []
-    try:
-        while not reader.caught_up():
-            deliveries = reader.poll(_EVENTS_MAX, _POLL_SECONDS)
-            facts += [delivery.event for delivery in deliveries if delivery.event is not None]
-    finally:
-        reader.close()
-    return facts
 
 
 def _write(log: Log, event: Event) -> None:

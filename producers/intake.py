@@ -163,7 +163,7 @@ class Intake:
         self._outbox = outbox
         self._run = run
         group = ACCESS_BY_PROGRAM["rollouts"].group_of(run.run_id)
-        self._reader = log.reader(["rollouts"], group=group, start=run.start)
+        self._reader = log.reader(["rollouts"], group=group, start=run.start, run_id=run.run_id)
         self._worlds = Worlds(log)
         self._control: Reader | None = None
         self._windows = windows
@@ -188,7 +188,7 @@ class Intake:
         """Runs in its own thread until `close`. Raises LogUnavailable, TooManyRejects."""
         due = time.monotonic() + self._settings.commit_seconds
         try:
-            self._control = self._log.reader(["control"], start=self._control_start())
+            self._control = self._log.reader(["control"], start=self._control_start(), run_id=self._run.run_id)
             while not self._closing.is_set():
                 self._listen(self._control)
                 self._take()
@@ -237,8 +237,9 @@ class Intake:
         """False for a request that is held already, and for those of other runs on the same log: a worker has to get past
         all that was ever asked for, without a slot for each."""
         request = delivery.event
-        self._limit.count(not isinstance(request, RolloutRequested))
-        if request is None or request.meta.run_id == self._run.run_id:
+        run_id = delivery.other_run if request is None else request.meta.run_id
+        self._limit.count(delivery.other_run is None and not isinstance(request, RolloutRequested))
+        if run_id in (None, self._run.run_id):
             return self._windows.begin(delivery.address)
         self._windows.pass_by(delivery.address)
         return False

@@ -100,7 +100,7 @@ class PlannerLoop:
         taken = _restore(planner, newest_snapshot(log, run, planner.code_version))
         start = list(run.start) if taken is None else taken.positions
         self._start = [position for position in start if position.topic in topics]
-        self.reader = log.reader(topics, start=self._start)
+        self.reader = log.reader(topics, start=self._start, run_id=run.run_id)
         self._caught_up = False
         self._events_unsaved = 0
 
@@ -108,7 +108,7 @@ class PlannerLoop:
         """Applies what has come; returns how many messages that were."""
         deliveries = self.reader.poll(_EVENTS_MAX, poll_seconds)
         for delivery in deliveries:
-            event = delivery.event  # None: what cannot be read is rejected by the stage that owns it
+            event = delivery.event  # None: another run's, or what cannot be read, which the stage that owns it rejects
             if event is not None and event.meta.run_id == self._run.run_id:
                 self._planner.apply(event, delivery.address)
         self._events_unsaved += len(deliveries)

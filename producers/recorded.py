@@ -49,7 +49,7 @@ def recorded_run(servers: list[str]) -> str | None:
 def read_recording(log: Log, run_id: str) -> "RecordedTurns":
     """All turns of a run that are on the log now. Raises BadInput when there are none, LogUnavailable."""
     recording = RecordedTurns()
-    reader = log.reader(["messages"], start=_start_of(log, run_id))
+    reader = log.reader(["messages"], start=_start_of(log, run_id), run_id=run_id)
     try:
         while not reader.caught_up():
             for delivery in reader.poll(_EVENTS_AT_ONCE, 0.5):
@@ -64,7 +64,7 @@ def read_recording(log: Log, run_id: str) -> "RecordedTurns":
 
 def _start_of(log: Log, run_id: str) -> list[Position]:
     """Where the run began on the log; [] = nobody told, so it is looked for from the beginning."""
-    reader = log.reader(["runs"])
+    reader = log.reader(["runs"], run_id=run_id)
     try:
         while not reader.caught_up():
             for delivery in reader.poll(_EVENTS_AT_ONCE, 0.5):

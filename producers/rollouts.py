@@ -317,7 +317,7 @@ class _MissingTeacher:
 
 def _chat_files(run: Run, log: Log, blobs: Blobs, stop: threading.Event) -> dict[str, bytes] | None:
     """Tokenizer and chat template of the run, from the first weights that carry a tokenizer; None when told to stop."""
-    reader = log.reader(["weights"], start=run.start)
+    reader = log.reader(["weights"], start=run.start, run_id=run.run_id)
     try:
         while not stop.is_set():
             for delivery in reader.poll(100, 0.1):

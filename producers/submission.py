@@ -56,7 +56,7 @@ def submit(
         for event in [_task_submitted(run, line, task, sampling, now + number)]
     }
     fresh = 0
-    reader, known = log.reader(["tasks"], start=run.start), set[str]()
+    reader, known = log.reader(["tasks"], start=run.start, run_id=run.run_id), set[str]()
     try:
         for portion in batched(events.items(), _TASKS_AT_ONCE):
             _read_ids(run, reader, known)

@@ -14,6 +14,7 @@ import fastavro
 import msgspec
 from fastavro.types import Schema
 
+from schemas.attribution import begins_with_run, run_at
 from schemas.blobs import Blobs
 from schemas.errors import BlobDamaged, Undecodable
 from schemas.events import EVENTS, Event
@@ -33,6 +34,8 @@ class Spilled(msgspec.Struct, frozen=True):
     uri: str
     sha256: str
     size_bytes: int
+    run_id: str | None = None
+    "of the event; None when it was written by release 0.1.0"
 
     schema: ClassVar[dict[str, Any]] = {
         "type": "record",
@@ -44,6 +47,7 @@ class Spilled(msgspec.Struct, frozen=True):
             {"name": "uri", "type": "string"},
             {"name": "sha256", "type": "string"},
             {"name": "size_bytes", "type": "long"},
+            {"name": "run_id", "type": ["null", "string"], "default": None},
         ],
     }
 
@@ -74,6 +78,7 @@ class _Reader:
         if not isinstance(written, dict):  # a bare type, or a union
             raise Undecodable(f"{str(written)[:80]!r} is no record")
         self.name = f"{written.get('namespace', '')}.{written.get('name', '')}"
+        self.begins_with_run = begins_with_run(written)
         self.written: Schema = fastavro.parse_schema(written)
         ours = Spilled.schema if self.name == _SPILLED else _own_schema(self.name)
         # resolution costs time, so it is asked for only where an older or newer writer makes it needed
@@ -128,7 +133,7 @@ class Codec:
     def spill(self, event: Event, data: bytes) -> bytes:
         """Stores the whole wire bytes of an event as a blob; returns those that stand for them."""
         uri, sha256 = self._blobs.put(data)
-        spilled = Spilled(type(event).__name__, uri, sha256, len(data))
+        spilled = Spilled(type(event).__name__, uri, sha256, len(data), event.meta.run_id)
         return self._spill_writers[TOPIC_BY_EVENT[type(event)].name].write(msgspec.to_builtins(spilled))
 
     def decode(self, data: bytes, topic: str | None = None, unknown_ids: set[int] | None = None) -> Event:
@@ -141,20 +146,31 @@ class Codec:
         tell whether the bytes are bad, and they have to be read again later."""
         decoded = self._read(data, unknown_ids)
         if isinstance(decoded, Spilled):
-            decoded = self._read(self._fetch(decoded), unknown_ids)
-        if isinstance(decoded, Spilled):
-            raise Undecodable("a spilled event names another spilled event")
+            decoded = self._read_spilled(decoded, unknown_ids)
         if topic is not None and TOPIC_BY_EVENT[type(decoded)].name != topic:
             raise Undecodable(f"{type(decoded).__name__} does not belong on topic {topic}")
         return decoded
 
-    def spilled(self, data: bytes) -> Spilled | None:
+    def run_of(self, data: bytes, unknown_ids: set[int] | None = None) -> str | None:
+        """The run that wire bytes belong to, without decoding what they say or fetching a blob; None when that cannot be
+        told. The same for the same bytes always: whoever leaves a message to another run can rely on that run.
+
+        Raises nothing for bad bytes; LogUnavailable when the registry would have to be asked and does not answer."""
+        reader = self._reader_of(data, unknown_ids)
+        if reader is None:
+            return None
+        if reader.begins_with_run:
+            return run_at(data, _HEADER.size)
+        spilled = self.spilled(data, unknown_ids) if reader.event_class is Spilled else None
+        return None if spilled is None else spilled.run_id
+
+    def spilled(self, data: bytes, unknown_ids: set[int] | None = None) -> Spilled | None:
         """The claim on a blob that stands for an event, if these wire bytes are one. Raises LogUnavailable."""
-        if len(data) < _HEADER.size or data[0] != _MAGIC:
+        reader = self._reader_of(data, unknown_ids)
+        if reader is None or reader.event_class is not Spilled:
             return None
         try:
-            is_spilled = self._reader(_HEADER.unpack_from(data)[1]).event_class is Spilled
-            decoded = self._read(data) if is_spilled else None
+            decoded = self._read(data, unknown_ids)
         except Undecodable:
             return None
         return decoded if isinstance(decoded, Spilled) else None
@@ -166,6 +182,17 @@ class Codec:
             self.register_all()
             writer = self._writers[event_class]
         return writer
+
+    def _read_spilled(self, spilled: Spilled, unknown_ids: set[int] | None) -> Event:
+        event = self._read(self._fetch(spilled), unknown_ids)
+        if isinstance(event, Spilled):
+            raise Undecodable("a spilled event names another spilled event")
+        if spilled.run_id not in (None, event.meta.run_id):
+            # the run that it belongs to has passed it over: the one that is named has to refuse it, or nobody would
+            raise Undecodable(
+                f"a spilled event of run {event.meta.run_id} stands on the log as one of {spilled.run_id}"
+            )
+        return event
 
     def _fetch(self, spilled: Spilled) -> bytes:
         try:
@@ -189,6 +216,15 @@ class Codec:
             return msgspec.convert(record, reader.event_class, strict=True)
         except msgspec.ValidationError as error:
             raise Undecodable(f"{reader.name} is not valid: {error}") from error
+
+    def _reader_of(self, data: bytes, unknown_ids: set[int] | None) -> _Reader | None:
+        """How to read these bytes; None when they are of no schema of ours. Raises LogUnavailable."""
+        if len(data) < _HEADER.size or data[0] != _MAGIC:
+            return None
+        try:
+            return self._reader(_HEADER.unpack_from(data)[1], unknown_ids)
+        except Undecodable:
+            return None
 
     def _reader(self, schema_id: int, unknown_ids: set[int] | None = None) -> _Reader:
         reader = self._readers.get(schema_id)

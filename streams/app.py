@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -225,6 +226,7 @@ class HopProcessor:
         self.reads = hop.reads
         self._app = app
         self._codec = codec
+        self._run_id = run_id
         self._plain = app.connection.plain
         self._program_metrics = program_metrics
         self._queue: Any = None
@@ -256,17 +258,22 @@ class HopProcessor:
                 await asyncio.Event().wait()
 
     async def _decode(self, message: Any) -> Delivery:
-        """A message, decoded; in a thread if it stands for a blob. Raises LogUnavailable, Rebalanced."""
+        """A message, decoded unless it is another run's; in a thread if it stands for a blob. Raises LogUnavailable,
+        Rebalanced."""
         address = Address(self._plain(message.topic), message.partition, message.offset)
-        if message.value is None or self._codec.spilled(message.value) is None:
-            return decode_delivery(self._codec, address, message.key, message.value)
+        unknown_ids: set[int] = set()  # it was on the log before the first question
+        decode = partial(decode_delivery, self._codec, address, message.key, message.value, unknown_ids, self._run_id)
+        if not self._needs_blob(message.value, unknown_ids):
+            return decode()
         tenure = self._app.consumer.tenure
-        delivery = await asyncio.to_thread(decode_delivery, self._codec, address, message.key, message.value)
-        if (
-            tenure != self._app.consumer.tenure
-        ):  # the state was dropped by the rebalance, and another worker may own it now
+        delivery = await asyncio.to_thread(decode)
+        if tenure != self._app.consumer.tenure:  # the rebalance dropped the state, and another worker may own it now
             raise Rebalanced(f"partitions were taken away while the blob of {address} was read")
         return delivery
+
+    def _needs_blob(self, value: bytes | None, unknown_ids: set[int]) -> bool:
+        spilled = None if value is None else self._codec.spilled(value, unknown_ids)
+        return spilled is not None and spilled.run_id in (None, self._run_id)
 
     def _take(self, cause: Any, delivery: Delivery) -> None:
         """Must not await: a commit that started in between would cover the offset without its events."""

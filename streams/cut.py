@@ -92,7 +92,9 @@ class Cutter:
     def run_until(self, stop: threading.Event) -> None:
         # alone: reads all partitions, even while a fenced cutter is still a member of the group
         group = f"cut-{self._run.run_id}"
-        reader = self._log.reader([self._hop.reads], group=group, alone=True, start=self._run.start)
+        reader = self._log.reader(
+            [self._hop.reads], group=group, alone=True, start=self._run.start, run_id=self._run.run_id
+        )
         self._program_metrics.detail = "cuts batches"
         try:
             # the state decides, not what the group has committed: that may belong to a snapshot which is lost
@@ -116,11 +118,13 @@ class Cutter:
                 self._commit(batches, reader)
             self._program_metrics.gauge("lag", 0)
         if batches:
-            logger.info("cut.batch", index=self._state.index_next - 1)
+            logger.info("batch_cut", index=self._state.index_next - 1)
 
     def _batches_after(self, delivery: Delivery) -> Sequence[Event]:
         """Takes a message into the state; the batch that can be cut with it, if it can."""
         self._limit.count(delivery.undecodable is not None)
+        if delivery.other_run is not None:
+            return ()
         if delivery.event is None:
             self._reject(delivery, delivery.undecodable or "")
             return ()
@@ -290,7 +294,7 @@ def batches_of(log: Log, run: Run, start: Sequence[Position]) -> Iterator[BatchC
 
 def placed_batches(log: Log, run: Run, start: Sequence[Position]) -> Iterator[tuple[Address, BatchCut]]:
     """The same with their addresses."""
-    reader = log.reader(["batches"], start=start)
+    reader = log.reader(["batches"], start=start, run_id=run.run_id)
     try:
         while not reader.caught_up():
             for delivery in reader.poll(100, 1.0):

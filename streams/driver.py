@@ -28,7 +28,7 @@ class Driver:
         self._log = log
         self._states: list[dict[bytes, bytes]] = [{} for _ in hops]
         self._stages = [
-            (Stage(hop, run_id, states.get, rejects_share_max, now), log.reader([hop.reads]))
+            (Stage(hop, run_id, states.get, rejects_share_max, now), log.reader([hop.reads], run_id=run_id))
             for hop, states in zip(hops, self._states, strict=True)
         ]
 

@@ -84,6 +84,9 @@ class Stage:
         Raises TooManyRejects."""
         event = delivery.event
         self._progress.take(delivery.address)
+        if delivery.other_run is not None:
+            self._limit.count(False)
+            return []
         if event is None:
             return self._refuse(delivery, delivery.undecodable or "")
         key = self.hop.key(event)

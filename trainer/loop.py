@@ -109,7 +109,7 @@ class _TrainingLoop:
         transactor = self.log.transactor(f"trainer-{self.run.run_id}")
         try:
             group = f"trainer-{self.run.run_id}"
-            batches = self.log.reader(["batches"], group, alone=True, start=self.run.start)
+            batches = self.log.reader(["batches"], group, alone=True, start=self.run.start, run_id=self.run.run_id)
             try:
                 version = self._load_or_create(transactor, batches)
                 if version == 0 and self.run.job.demonstrations > 0:
@@ -247,7 +247,7 @@ class _TrainingLoop:
         return newest
 
     def _newest_from(self, start: Sequence[Position]) -> WeightsPublished | None:
-        reader = self.log.reader(["weights"], start=start)
+        reader = self.log.reader(["weights"], start=start, run_id=self.run.run_id)
         newest: WeightsPublished | None = None
         try:
             while not reader.caught_up():
@@ -267,7 +267,7 @@ class _TrainingLoop:
         """
         wanted = self.run.job.demonstrations
         found: dict[str, TrajectoryAssembled] = {}
-        reader = self.log.reader(["trajectories"], start=self.run.start)
+        reader = self.log.reader(["trajectories"], start=self.run.start, run_id=self.run.run_id)
         try:
             while len(found) < wanted:
                 self._check_stop()

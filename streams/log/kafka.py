@@ -149,12 +149,13 @@ class KafkaLog:
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> "KafkaReader":
         if group is not None:
             self.begin_group(group, topics, start)
         else:
             self._guard.read(topics)
-        return KafkaReader(self.connection, self.codec, topics, group, alone, start)
+        return KafkaReader(self.connection, self.codec, topics, group, alone, start, run_id)
 
     def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
         self._guard.consume(topics, group)
@@ -500,9 +501,11 @@ class KafkaReader:
         group: str | None,
         alone: bool = False,
         start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> None:
         self._connection = connection
         self._codec = codec
+        self._run_id = run_id
         self._questions = BrokerClient(connection)
         self._refusals = AuthenticationFailures()
         settings = _consumer_settings(connection, self._refusals, group or _nameless_group(connection))
@@ -532,7 +535,7 @@ class KafkaReader:
         unknown_ids: set[int] = set()  # all of it was on the log before the first question
         try:
             return [
-                decode_delivery(self._codec, address, message.key(), value, unknown_ids)
+                decode_delivery(self._codec, address, message.key(), value, unknown_ids, self._run_id)
                 for address, message in polled
                 if (value := message.value()) is not None  # a tombstone says that something was removed; it is no event
             ]

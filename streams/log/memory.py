@@ -63,10 +63,11 @@ class MemoryLog:
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> "MemoryReader":
         if group is not None:
             self.begin_group(group, topics, start)
-        return MemoryReader(self, topics, group, start)
+        return MemoryReader(self, topics, group, start, run_id)
 
     def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
         starts = {(position.topic, position.partition): position.offset for position in start}
@@ -189,10 +190,16 @@ class MemoryReader:
     """See streams.log.protocol.Reader."""
 
     def __init__(
-        self, log: MemoryLog, topics: Sequence[str], group: str | None, start: Sequence[Position] = ()
+        self,
+        log: MemoryLog,
+        topics: Sequence[str],
+        group: str | None,
+        start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> None:
         self._log = log
         self._group = group
+        self._run_id = run_id
         starts = {(position.topic, position.partition): position.offset for position in start}
         self._next = {
             place: log.committed(group, place) if group is not None else starts.get(place, 0)
@@ -208,7 +215,7 @@ class MemoryReader:
         unknown_ids: set[int] = set()  # all of it was on the log before the first question
         # before anything is passed: what cannot be judged now is fetched again
         deliveries = [
-            decode_delivery(self._log.codec, address, stored.key, stored.value, unknown_ids)
+            decode_delivery(self._log.codec, address, stored.key, stored.value, unknown_ids, self._run_id)
             for address, stored in fetched
         ]
         for address, _ in fetched:

@@ -16,19 +16,31 @@ from schemas.events import Address, Event, Position
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):
-    """One message of the log as it arrived. Exactly one of `event` and `undecodable` is set."""
+    """One message of the log as it arrived. Exactly one of `event`, `undecodable` and `other_run` is set."""
 
     address: Address
     key: bytes | None
     value: bytes
     event: Event | None
     undecodable: str | None
+    other_run: str | None = None
+    "the run that it belongs to, for a reader of another one: it was passed over, and nobody knows if it can be decoded"
 
 
 def decode_delivery(
-    codec: Codec, address: Address, key: bytes | None, value: bytes, unknown_ids: set[int] | None = None
+    codec: Codec,
+    address: Address,
+    key: bytes | None,
+    value: bytes,
+    unknown_ids: set[int] | None = None,
+    run_id: str | None = None,
 ) -> Delivery:
-    """A message of the log, decoded if it can be; for unknown_ids see Codec.decode."""
+    """A message of the log, decoded if it can be, unless it belongs to another run than `run_id`; for unknown_ids see
+    Codec.decode. Raises LogUnavailable."""
+    if run_id is not None:
+        run_of_message = codec.run_of(value, unknown_ids)
+        if run_of_message is not None and run_of_message != run_id:
+            return Delivery(address, key, value, None, None, run_of_message)
     try:
         return Delivery(address, key, value, codec.decode(value, address.topic, unknown_ids), None)
     except Undecodable as error:
@@ -137,11 +149,15 @@ class Log(Protocol):
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> Reader:
         """With a group: partitions are shared among its members and reading goes on where the group committed, see
         begin_group. Alone, it has every partition of the group for itself: for whoever holds a transactional id, which
         keeps all others out. Without a group: this reader reads every partition from `start`, or from the beginning where
-        `start` does not name it, and commits nothing. Raises LogBroken when what is to be read first is gone."""
+        `start` does not name it, and commits nothing. Raises LogBroken when what is to be read first is gone.
+
+        With a run_id, messages of other runs are delivered undecoded, see Delivery.other_run: as far as their first bytes tell.
+        An event that is delivered may still be of another run."""
 
     def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
         """Gives a group a position on every partition that it has none on: that of `start`, else the beginning. What it has

@@ -17,7 +17,7 @@ _EVENTS_MAX = 1000
 
 def newest_snapshot(log: Log, run: Run, code_version: str) -> SnapshotTaken | None:
     """The newest snapshot of this program of this run, if it was made by the same fold. Raises LogUnavailable."""
-    reader = log.reader(["snapshots"], start=run.start)
+    reader = log.reader(["snapshots"], start=run.start, run_id=run.run_id)
     newest: SnapshotTaken | None = None
     try:
         while not reader.caught_up():

@@ -25,7 +25,7 @@ def fencing_error(log: Log, run: Run, fenced: Fenced) -> Fenced:
 
 def newest_start(log: Log, run: Run) -> int:
     """The highest number of a RunResumed of this run; 0 when it was never resumed. Raises LogUnavailable."""
-    reader = log.reader(["runs"], start=run.start)
+    reader = log.reader(["runs"], start=run.start, run_id=run.run_id)
     newest = 0
     try:
         while not reader.caught_up():

@@ -16,8 +16,11 @@ class TooManyRejects(ReplaygroundError):
     """The share of rejects passed its limit: the stage, not the messages, is probably wrong."""
 
 
-def rejection(run_id: str, stage: str, delivery: Delivery, reason: str, timestamp: int) -> EventRejected:
-    """The event that `stage` rejected a message. Rejecting the same message again gives the same id."""
+def rejection(
+    run_id: str, stage: str, delivery: Delivery, reason: str, timestamp: int, sender: str | None = None
+) -> EventRejected:
+    """The event that `stage` rejected a message, or that `sender` did in its place. Rejecting the same message again gives
+    the same id."""
     address = delivery.address
     return EventRejected(
         meta=Meta(
@@ -25,7 +28,7 @@ def rejection(run_id: str, stage: str, delivery: Delivery, reason: str, timestam
             run_id=run_id,
             category="reject",
             topic="dead-letters",
-            sender=stage,
+            sender=sender or stage,
             receiver="operator",
             timestamp=timestamp,
         ),

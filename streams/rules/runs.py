@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import Struct
 
-from schemas.events import EndReason, Event, Position, RunEnded, RunFile, RunKind, RunResumed, RunStarted
+from schemas.events import Address, EndReason, Event, Position, RunEnded, RunFile, RunKind, RunResumed, RunStarted
 
 
 class RunState(Struct, frozen=True, kw_only=True):
@@ -58,6 +58,13 @@ class RunState(Struct, frozen=True, kw_only=True):
         """Optimizer steps of the job; 0 = until stopped."""
         steps = _job_of(self.config).get("steps")
         return steps if isinstance(steps, int) else 0
+
+
+def may_read(state: RunState, address: Address) -> bool:
+    """Whether programs of the run are still to come by this address: not when it has ended, nor before where it started."""
+    place = (address.topic, address.partition)
+    first = next((p.offset for p in state.positions if (p.topic, p.partition) == place), 0)
+    return state.is_active and address.offset >= first
 
 
 def apply(state: RunState | None, event: Event) -> RunState | None:

@@ -16,17 +16,49 @@ from consumers.clickhouse.store import Store, StoreFailed
 from consumers.config import TracesSettings
 from consumers.events_to_clickhouse import TraceWriter
 from consumers.reports.summary import count_rows
+from deploy.operate.dead_letters import dead_letters
 from schemas.errors import BadInput
-from schemas.events import Address, Event, EventRejected
+from schemas.events import Address, Event, EventRejected, Meta, Position, RunEnded, RunResumed, RunStarted
+from schemas.ids import new_id
 from schemas.metrics import ProgramMetrics
 from schemas.topics import TOPICS
+from streams.driver import Driver
+from streams.hops.flow import hops
 from streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
-from tests.flow.synthetic import observations
+from tests.flow.synthetic import observations, rollout
 
 RUN = run_of(steps=2, demonstrations=4)
 SETTINGS = TracesSettings(flush_seconds=0.1, batch_rows_max=50)
 NAMES = [topic.name for topic in TOPICS]
+
+
+def _meta(run_id: str) -> Meta:
+    return Meta(id=new_id(), run_id=run_id, category="run", topic="runs", sender="operator", timestamp=0)
+
+
+def started_event(run_id: str, begins_after: int = 0) -> RunStarted:
+    """Its positions are `begins_after` on every partition."""
+    places = [(topic.name, partition) for topic in TOPICS for partition in range(topic.partitions)]
+    return RunStarted(
+        meta=_meta(run_id),
+        kind="practise",
+        config="{}",
+        files=[],
+        seed=0,
+        code_version="",
+        packages={},
+        positions=[Position(topic=t, partition=p, offset=begins_after) for t, p in places],
+        started_by="ann",
+    )
+
+
+def resumed(run_id: str) -> RunResumed:
+    return RunResumed(meta=_meta(run_id), start=1, code_version="", packages={}, started_by="bob")
+
+
+def ended(run_id: str, start: int = 0) -> RunEnded:
+    return RunEnded(meta=_meta(run_id), reason="stopped", detail="", start=start)
 
 
 def events() -> list[Event]:
@@ -80,6 +112,62 @@ def test_what_cannot_be_read_is_a_row_and_a_dead_letter_where_no_stage_refuses_i
     }
     assert len(dead) == 9
     assert {reject.stage for reject in dead} == {"traces"}
+
+
+def unreadable(log: MemoryLog, run_id: str) -> bytes:
+    """A message that names a run and cannot be decoded."""
+    return log.codec.encode(rollout(0, 0, run_id=run_id)[0])[:-7]
+
+
+@pytest.mark.parametrize(
+    ("facts", "of_run"),
+    [
+        ([], FIELD_RUN.run_id),
+        ([started_event("a"), ended("a")], "a"),
+        ([started_event("a"), ended("a", start=0), resumed("a"), ended("a", start=1)], "a"),
+        ([started_event("a", begins_after=1)], "a"),
+        ([started_event("a")], None),
+        ([started_event("a"), ended("a"), resumed("a")], None),
+        ([started_event("b")], FIELD_RUN.run_id),
+    ],
+    ids=["no run", "ended", "ended again", "began later", "active", "resumed", "another is active"],
+)
+def test_what_names_a_run_is_rejected_here_when_that_run_is_not_there(
+    memory_log: MemoryLog, store: Store, facts: list[Event], of_run: str | None
+) -> None:
+    """All other runs leave it to the run that it names (decision 0023): if nobody is left, it must not vanish."""
+    for topic in ("rollouts", "messages", "trajectories", "rewards", "groups", "dead-letters"):
+        memory_log.append_bytes(topic, b"key", unreadable(memory_log, "a"))
+    for fact in facts:
+        memory_log.append(fact)
+    write_all(memory_log, store)
+    write_all(memory_log, store)
+    dead = [d.event for d in memory_log.reader(["dead-letters"]).poll(100, 0) if isinstance(d.event, EventRejected)]
+    stages = {
+        "rollouts": "rollouts",
+        "messages": "assemble",
+        "trajectories": "score",
+        "rewards": "group",
+        "groups": "cut",
+    }
+    expected = {} if of_run is None else stages
+    assert {reject.origin.topic: reject.stage for reject in dead} == expected
+    assert len(dead) == len(expected)
+    assert {(reject.meta.run_id, reject.meta.sender) for reject in dead} <= {(of_run, "traces")}
+
+
+def test_a_reject_in_place_of_a_run_is_the_one_that_the_run_itself_would_write(
+    memory_log: MemoryLog, store: Store
+) -> None:
+    """The run may be resumed and come by after all: whoever reads the dead letters knows the second one by its id."""
+    memory_log.append_bytes("messages", b"key", unreadable(memory_log, "a"))
+    write_all(memory_log, store)
+    Driver(memory_log, hops((), "standardised"), "a").run_until_caught_up()
+    Driver(memory_log, hops((), "standardised"), "b").run_until_caught_up()
+    dead = [d.event for d in memory_log.reader(["dead-letters"]).poll(100, 0) if isinstance(d.event, EventRejected)]
+    assert [reject.meta.sender for reject in dead] == ["traces", "assemble"]
+    assert len({reject.meta.id for reject in dead}) == 1
+    assert len(dead_letters(memory_log)) == 1
 
 
 def test_what_was_inserted_but_not_committed_is_passed_over(memory_log: MemoryLog, store: Store) -> None:

@@ -285,6 +285,97 @@ def test_bytes_are_written_as_they_are(opened: OpenLog, run_id: str) -> None:
     ]
 
 
+def everything(reader: Reader) -> list[Delivery]:
+    deliveries: list[Delivery] = []
+    while not reader.caught_up():
+        deliveries += reader.poll(1000, 1.0)
+    reader.close()
+    return deliveries
+
+
+def test_a_reader_of_one_run_passes_over_the_messages_of_others(opened: OpenLog, run_id: str) -> None:
+    log, other = opened(), f"other-{run_id}"
+    start = log.end_positions(["messages"])
+    own, foreign = rollout(0, 0, run_id=run_id), rollout(0, 0, run_id=other)
+    _append_all(log, [event for pair in zip(foreign, own, strict=True) for event in pair])
+    everybodys = everything(opened().reader(["messages"], start=start))
+    deliveries = everything(opened().reader(["messages"], start=start, run_id=run_id))
+    assert [d.address for d in deliveries] == [d.address for d in everybodys]  # its positions say where each stands
+    assert [d.event for d in deliveries if d.event is not None] == own
+    passed = [d for d in deliveries if d.event is None]
+    assert {(d.other_run, d.undecodable) for d in passed} == {(other, None)}
+    assert len(passed) == len(foreign)
+
+
+def test_positions_go_past_what_was_passed_over(opened: OpenLog, run_id: str) -> None:
+    log, group = opened(), f"group-{run_id}"
+    start = log.end_positions(["messages"])
+    _append_all(log, rollout(0, 0, run_id=f"other-{run_id}"))
+    reader = log.reader(["messages"], group, start=start, run_id=run_id)
+    while not reader.caught_up():
+        assert all(delivery.event is None for delivery in reader.poll(1000, 1.0))
+    reader.commit()
+    reader.close()
+    assert log.group_lags(group, ["messages"])["messages"].lag == 0
+    own = rollout(0, 0, run_id=run_id)
+    _append_all(log, own)
+    again = everything(opened().reader(["messages"], group, run_id=run_id))
+    assert [delivery.event for delivery in again] == own
+
+
+def test_what_cannot_be_decoded_is_passed_over_only_if_it_names_another_run(opened: OpenLog, run_id: str) -> None:
+    log, other = opened(), f"other-{run_id}"
+    start = log.end_positions(["messages"])
+    own, foreign = (log.codec.encode(rollout(0, 0, run_id=name)[0])[:-7] for name in (run_id, other))
+    nobodys = run_id.encode()
+    for value in (own, foreign, nobodys):
+        log.append_bytes("messages", b"key", value)
+    log.flush()
+    deliveries = everything(opened().reader(["messages"], start=start, run_id=run_id))
+    assert [(d.value, d.other_run, d.undecodable is None, d.event) for d in deliveries] == [
+        (own, None, False, None),
+        (foreign, other, True, None),
+        (nobodys, None, False, None),
+    ]
+    # of the run that it names, it is the one that cannot be decoded
+    of_other = everything(opened().reader(["messages"], start=start, run_id=other))
+    assert [(d.value, d.undecodable is None) for d in of_other] == [(own, True), (foreign, False), (nobodys, False)]
+
+
+def test_a_spilled_event_of_another_run_is_passed_over_without_its_blob(
+    opened: OpenLog, run_id: str, tmp_path: Path
+) -> None:
+    """Nor does a store of blobs that is away hold up a run that needs nothing from it."""
+    blobs, log = tmp_path / "away", opened()
+    assert isinstance(log, KafkaLog | MemoryLog)
+    log.codec._blobs = Blobs(blobs.as_uri())
+    start = log.end_positions(["messages"])
+    observed = next(e for e in rollout(0, 0, run_id=f"other-{run_id}") if isinstance(e, ToolObserved))
+    own = rollout(0, 0, run_id=run_id)
+    _append_all(log, [msgspec.structs.replace(observed, content="x" * EVENT_BYTES_MAX), *own])
+    blobs.rename(tmp_path / "elsewhere")
+    deliveries = everything(log.reader(["messages"], start=start, run_id=run_id))
+    assert [d.other_run for d in deliveries if d.event is None] == [f"other-{run_id}"]
+    assert [d.event for d in deliveries if d.event is not None] == own
+    with pytest.raises(LogUnavailable, match="there is no store of blobs"):
+        everything(log.reader(["messages"], start=start))
+
+
+def test_a_tombstone_is_no_message_for_a_reader_of_one_run_either(kafka_run: Run, run_id: str) -> None:
+    log = open_log(kafka_run)
+    start = log.end_positions(["weights"])
+    log._open_producer().produce("weights", None, f"{run_id}:0".encode())
+    log.flush()
+    for of_run in (None, run_id):
+        reader = log.reader(["weights"], start=start, run_id=of_run)
+        deliveries: list[Delivery] = []
+        while not reader.caught_up():
+            deliveries += reader.poll(1000, 1.0)
+        assert [d for d in deliveries if d.key == f"{run_id}:0".encode()] == []
+        reader.close()
+    log.close()
+
+
 def test_unread_is_as_old_as_the_oldest_message_that_is_not_committed(opened: OpenLog, run_id: str) -> None:
     log, group = opened(), f"group-{run_id}"
     appended(log, run_id, count=2)

@@ -77,12 +77,18 @@ class Interrupted(MemoryLog):
     away = True
 
     def reader(
-        self, topics: Sequence[str], group: str | None = None, *, alone: bool = False, start: Sequence[Position] = ()
+        self,
+        topics: Sequence[str],
+        group: str | None = None,
+        *,
+        alone: bool = False,
+        start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> MemoryReader:
         if self.away:
             self.away = False
             raise LogUnavailable("no leader")
-        return super().reader(topics, group, alone=alone, start=start)
+        return super().reader(topics, group, alone=alone, start=start, run_id=run_id)
 
 
 def test_a_log_that_is_away_for_a_moment_is_waited_for() -> None:

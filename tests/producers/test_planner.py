@@ -36,6 +36,7 @@ class DeafLog(MemoryLog):
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> MemoryReader:
         return DeafReader(self, topics, group)
 

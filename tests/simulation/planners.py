@@ -92,9 +92,14 @@ class PortionReader(MemoryReader):
     """Delivers a few messages of one partition at a time, so that topics are read in any order."""
 
     def __init__(
-        self, log: MemoryLog, topics: Sequence[str], chance: random.Random, start: Sequence[Position] = ()
+        self,
+        log: MemoryLog,
+        topics: Sequence[str],
+        chance: random.Random,
+        start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> None:
-        super().__init__(log, topics, None, start)
+        super().__init__(log, topics, None, start, run_id)
         self._chance = chance
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
@@ -108,9 +113,15 @@ class PortionReader(MemoryReader):
 
 class PlannersLog(TroubledLog):
     def reader(
-        self, topics: Sequence[str], group: str | None = None, *, alone: bool = False, start: Sequence[Position] = ()
+        self,
+        topics: Sequence[str],
+        group: str | None = None,
+        *,
+        alone: bool = False,
+        start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> MemoryReader:
-        return PortionReader(self.beneath, topics, self.fate.chance, start)
+        return PortionReader(self.beneath, topics, self.fate.chance, start, run_id)
 
 
 class OtherPlan(Plan):

@@ -176,7 +176,7 @@ class Streams(Program):
         self._stores = stores
         self._at_work: list[tuple[Stage, TroubledReader]] = []
         for hop in hops((Failing(),), "standardised", *self.remembered):
-            reader = log.reader([hop.reads], f"streams-{hop.name}")
+            reader = log.reader([hop.reads], f"streams-{hop.name}", run_id=RUN_ID)
             assert isinstance(reader, TroubledReader)
             stage = self.stage_class(
                 hop, RUN_ID, stores.setdefault(hop.name, {}).get, now=lambda: 0, block_entries=BLOCK_ENTRIES

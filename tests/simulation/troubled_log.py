@@ -122,11 +122,12 @@ class TroubledLog:
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
+        run_id: str | None = None,
     ) -> MemoryReader:
         if group is None:  # a program reads its own past back, which is never in portions
-            return MemoryReader(self.beneath, topics, None, start)
+            return MemoryReader(self.beneath, topics, None, start, run_id)
         self.begin_group(group, topics, start)
-        return TroubledReader(self, topics, group)
+        return TroubledReader(self, topics, group, run_id)
 
     def transactor(self, name: str) -> "TroubledTransactor":
         return TroubledTransactor(self.fate, self.beneath.transactor(name))
@@ -135,8 +136,8 @@ class TroubledLog:
 class TroubledReader(MemoryReader):
     """Delivers a few messages of a few partitions, sometimes again from the last commit, as after a rebalance."""
 
-    def __init__(self, log: TroubledLog, topics: Sequence[str], group: str) -> None:
-        super().__init__(log.beneath, topics, group)
+    def __init__(self, log: TroubledLog, topics: Sequence[str], group: str, run_id: str | None) -> None:
+        super().__init__(log.beneath, topics, group, run_id=run_id)
         self._fate = log.fate
         self._group_name = group
         self.in_transaction = False

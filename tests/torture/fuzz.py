@@ -29,14 +29,17 @@ class Fuzzed:
     unaddressed: int
     "rejects that do not name an address where their bytes stand"
     vanished: int
-    "messages that cannot be read and of which no reject tells"
+    "messages that cannot be read, that name no other run and of which no reject tells"
+    left: int
+    "messages that cannot be read and name another run: the traces program rejects them (fuzz_programs)"
     good_expected: int
     good_found: int
 
     @property
     def holds(self) -> bool:
         nothing_amiss = self.unaddressed == self.vanished == 0
-        return self.rejected > 0 and nothing_amiss and self.good_found == self.good_expected
+        something = self.rejected > 0 and self.left > 0
+        return something and nothing_amiss and self.good_found == self.good_expected
 
 
 def fuzz(mutated_per_topic: int, seed: int) -> Fuzzed:
@@ -65,10 +68,12 @@ def fuzz(mutated_per_topic: int, seed: int) -> Fuzzed:
     there = {d.address: d for topic in INPUT_TOPICS for d in log.reader([topic]).poll(10**7, 0.0)}
     unaddressed = sum(r.origin not in there or there[r.origin].value != r.original for r in rejects)
     told = {reject.origin for reject in rejects}
-    vanished = sum(d.event is None and d.address not in told for d in there.values())
+    untold = [d for d in there.values() if d.event is None and d.address not in told]
+    left = sum(names_another(log.codec, d.value, RUN_ID) for d in untold)
+    vanished = len(untold) - left
     expected = {event.meta.id for topic in INPUT_TOPICS for event in _events(quiet, topic)}
     found = {event.meta.id for topic in INPUT_TOPICS for event in _events(log, topic)}
-    return Fuzzed(mutated, len(rejects), unaddressed, vanished, len(expected), len(expected & found))
+    return Fuzzed(mutated, len(rejects), unaddressed, vanished, left, len(expected), len(expected & found))
 
 
 def harmless(
@@ -88,6 +93,11 @@ def harmless(
                 return value, True
         except Undecodable:
             return value, False
+
+
+def names_another(codec: Codec, value: bytes, run_id: str) -> bool:
+    """Whether the programs of a run leave a message to another run."""
+    return codec.run_of(value) not in (None, run_id)
 
 
 def mutation(chance: random.Random, seeds: list[bytes]) -> bytes:

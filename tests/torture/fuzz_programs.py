@@ -31,14 +31,14 @@ from schemas.codec import Codec
 from schemas.events import Address, Event, EventRejected
 from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
-from schemas.topics import TOPICS, topic_of
+from schemas.topics import TOPIC_BY_NAME, TOPICS, topic_of
 from streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.producers.field import published
 from tests.producers.test_rollouts import SETTINGS, scripted
 from tests.producers.test_rollouts import Field as RolloutsField
 from tests.simulation.simulator import only_errors
-from tests.torture.fuzz import harmless
+from tests.torture.fuzz import harmless, names_another
 from tests.torture.oracle import events_of
 from tests.torture.progress import tell
 from tests.trainer.episodes import stockroom
@@ -202,7 +202,9 @@ def fuzz_rollouts(mutated_per_topic: int, seed: int) -> int:
         field.finish()
         ended = {end.meta.trajectory_id for end in field.ends()}
         assert ended == {request.meta.trajectory_id for request in requests}
-        _check_rejects(log, "rollouts", ("rollouts",))
+        _check_rejects(
+            log, "rollouts", {address: value for address, value in _bad(log, "rollouts") if _is_own(log, value)}
+        )
         return log.spoilt["rollouts"] + log.spoilt["weights"]
 
 
@@ -237,19 +239,32 @@ def fuzz_traces(mutated_per_topic: int, seed: int) -> int:
             assert good <= found
         finally:
             store.close()
-    _check_rejects(log, "traces", tuple(topic.name for topic in TOPICS if topic.rejected_by == "traces"))
+    _check_rejects(log, "traces", dict(_bad(log, "traces")))
+    for stage in ("rollouts", "assemble", "score", "group", "cut"):
+        # in the place of runs that are not there: all that a message can name, since the run of this log has ended too
+        named = {address: value for address, value in _bad(log, stage) if log.codec.run_of(value) is not None}
+        assert named
+        _check_rejects(log, stage, named, sender="traces")
     return log.spoilt.total()
 
 
-def _check_rejects(log: SpoiltLog, stage: str, topics: tuple[str, ...]) -> None:
-    """Each bad message of these topics is on the dead letters, once, with its bytes and address; nothing good is."""
+def _bad(log: SpoiltLog, stage: str) -> Iterator[tuple[Address, bytes]]:
+    """What cannot be read on the topics that the stage answers for."""
+    return ((address, value) for address, value in log.bad.items() if TOPIC_BY_NAME[address.topic].rejected_by == stage)
+
+
+def _is_own(log: SpoiltLog, value: bytes) -> bool:
+    return not names_another(log.codec, value, log.run_id)
+
+
+def _check_rejects(log: SpoiltLog, stage: str, bad: dict[Address, bytes], sender: str | None = None) -> None:
+    """Each of these is on the dead letters by the stage, once, with its bytes and address; nothing else is."""
     rejects = Counter(
         (event.origin, event.original)
         for event in events_of(log, log.run_id, "dead-letters")
-        if isinstance(event, EventRejected) and event.stage == stage
+        if isinstance(event, EventRejected) and event.stage == stage and event.meta.sender == (sender or stage)
     )
-    bad = Counter((address, value) for address, value in log.bad.items() if address.topic in topics)
-    assert rejects == bad, f"{rejects.total()} rejects of {bad.total()} bad messages"
+    assert rejects == Counter(bad.items()), f"{stage}: {rejects.total()} rejects of {len(bad)} bad messages"
 
 
 PROGRAMS: dict[str, Callable[[int, int], int]] = {
