@@ -15,6 +15,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -400,7 +401,7 @@ def _model_servers(run_id: str, resolved: ResolvedConfig) -> Iterator[Finding]:
         if not server.startswith("http"):
             continue  # "recorded:RUN" asks no server
         remedy = f"see `replayground logs vllm --run {run_id}`; a server takes up to a minute to start"
-        yield _answer(f"model server of {run_id}", server, lambda server=server: _get(f"{server}/health"), remedy)
+        yield _answer(f"model server of {run_id}", server, partial(_get, f"{server}/health"), remedy)
 
 
 def _answer(name: str, address: str, ask: Callable[[], None], remedy: str) -> Finding:

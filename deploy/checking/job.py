@@ -18,9 +18,9 @@ from deploy.checking.trial import Drawn, Subject, try_job
 from deploy.config import Config, examine, read_toml
 from deploy.resolve import read_request
 from deploy.sources import origin_of
-from producers.task_lines import Names, read_lines
+from producers.task_lines import KnownNames, read_lines
 from producers.tasks import DEMONSTRATIONS, TRAINING, require_teacher, seed_of
-from producers.topology import Cast, cast_of
+from producers.topology import AgentCatalog, agent_catalog_of
 from sandboxes.worlds.world import world_from_json
 from schemas.errors import BadInput
 from schemas.events import Task
@@ -77,14 +77,14 @@ class _JobCheck:
         job = self._load()
         if job is None:
             return
-        cast = self._cast(job)
-        self._teacher(job, cast)
-        drawn = self._tasks(job, cast or Cast())
-        if cast is not None:
-            self._trains(cast, drawn)
+        agent_catalog = self._agent_catalog(job)
+        self._teacher(job, agent_catalog)
+        drawn = self._tasks(job, agent_catalog or AgentCatalog())
+        if agent_catalog is not None:
+            self._trains(agent_catalog, drawn)
         if not drawn:
             return
-        subject = Subject(self.source, self.config, job, cast, self.module, self.seed, tuple(drawn))
+        subject = Subject(self.source, self.config, job, agent_catalog, self.module, self.seed, tuple(drawn))
         try_job(subject, self.report, thorough=self.thorough)
 
     @property
@@ -111,39 +111,39 @@ class _JobCheck:
         name = str(error).partition(" ")[0]
         return places.of_definition(module, name) if name.isupper() else Place(module, 1)
 
-    def _cast(self, job: Job) -> Cast | None:
+    def _agent_catalog(self, job: Job) -> AgentCatalog | None:
         """None when it is wrong; a job that defines no agents has an empty one."""
         agents = self.config.job.agents
         file = self.module if agents is None else Path(agents)
         defined = agents is not None or bool(job.agents)
         try:
-            cast = cast_of(job, agents)
+            agent_catalog = agent_catalog_of(job, agents)
         except BadInput as error:
             text = str(error)
             place = places.of_definition(file, "AGENTS") if agents is None else _place_in_agents(file, text)
             self.report.mistake(place, _without(text, file))
             return None
         if defined:
-            with self.report.step(f"agents: {', '.join([*cast.agents, *cast.topologies])}"):
+            with self.report.step(f"agents: {', '.join([*agent_catalog.agents, *agent_catalog.topologies])}"):
                 pass
-        return cast
+        return agent_catalog
 
-    def _teacher(self, job: Job, cast: Cast | None) -> None:
+    def _teacher(self, job: Job, agent_catalog: AgentCatalog | None) -> None:
         try:
-            require_teacher(job, cast or Cast(), self.config.job.demonstrations)
+            require_teacher(job, agent_catalog or AgentCatalog(), self.config.job.demonstrations)
         except BadInput as error:
             self.report.mistake(places.of_setting(self.source, "job.demonstrations"), str(error))
 
-    def _trains(self, cast: Cast, drawn: list[Drawn]) -> None:
+    def _trains(self, agent_catalog: AgentCatalog, drawn: list[Drawn]) -> None:
         """Whoever is misspelt here would never be trained, without a word."""
-        known = set(cast.agents) or {found.task.agent for found in drawn}
+        known = set(agent_catalog.agents) or {found.task.agent for found in drawn}
         for name in self.config.job.trains:
             if name not in known:
                 text = f"job.trains names {name!r}, which no task is played by; agents: {', '.join(sorted(known))}"
                 self.report.mistake(places.of_setting(self.source, "job.trains"), text)
 
-    def _tasks(self, job: Job, cast: Cast) -> list[Drawn]:
-        names = Names(job, cast)
+    def _tasks(self, job: Job, agent_catalog: AgentCatalog) -> list[Drawn]:
+        names = KnownNames(job, agent_catalog)
         if self.config.feeder.tasks_file is not None:
             return self._tasks_of_file(Path(self.config.feeder.tasks_file), names)
         with self.report.step("tasks") as step:
@@ -215,7 +215,7 @@ class _JobCheck:
             text = f"tasks({split!r}, seed) ends after {len(drawn)} tasks: a run that needs more of them waits for ever"
             self.report.warn(at, text)
 
-    def _check_task(self, found: Drawn, names: Names) -> None:
+    def _check_task(self, found: Drawn, names: KnownNames) -> None:
         task = found.task
         problems = list(_problems_of_values(task)) or list(names.problems(task))
         world = None if problems and not isinstance(task.world, str) else _problem_of_world(task)
@@ -225,7 +225,7 @@ class _JobCheck:
         if world is not None:
             self.report.mistake(found.place, world, kind="world")
 
-    def _tasks_of_file(self, file: Path, names: Names) -> list[Drawn]:
+    def _tasks_of_file(self, file: Path, names: KnownNames) -> list[Drawn]:
         drawn: list[Drawn] = []
         with self.report.step("tasks file") as step:
             try:

@@ -22,10 +22,10 @@ from deploy.checking.report import Report, described, within
 from deploy.config import Config
 from producers.attempt import without_world
 from producers.chat import CHAT_FILES, Chat, chat_of
-from producers.policy import Demonstrator, Moment, Policy, PolicyFailed, Turn, served_models
+from producers.policy import Demonstrator, Policy, PolicyFailed, Turn, TurnRequest, served_models
 from producers.rollouts import backend_of, system_prompt_of
 from producers.tasks import DEMONSTRATIONS, DEMONSTRATOR
-from producers.topology import Cast
+from producers.topology import AgentCatalog
 from producers.turns import hash_of_tools, play
 from sandboxes.backends.enclosed import EnclosedBackend
 from sandboxes.outside.contract import OutsideFailed, OutsideTool
@@ -51,7 +51,7 @@ from schemas.events import (
 )
 from schemas.ids import new_id, now_microseconds
 from schemas.job import Job, Scorer
-from streams.hops.messages_to_trajectories import Assemble
+from streams.hops.messages_to_trajectories import AssembleTrajectories
 from streams.rules.scoring import checked, scorers_by_name
 from trainer.tokenizer import fit_tokenizer
 
@@ -85,7 +85,7 @@ class Subject:
     source: Path
     config: Config
     job: Job
-    cast: Cast | None
+    agent_catalog: AgentCatalog | None
     "None when it is wrong"
     module: Path
     seed: int
@@ -148,7 +148,7 @@ class _Answers:
     def __init__(self, chat: Chat, text: str) -> None:
         self._tokens = chat.turn(text)
 
-    async def next_turn(self, moment: Moment) -> Turn:
+    async def next_turn(self, request: TurnRequest) -> Turn:
         count = len(self._tokens)
         return Turn(self._tokens, [0.0] * count, [VersionSpan(version=1, start=0, end=count)], "stop")
 
@@ -187,13 +187,13 @@ class _Trial:
         backend = backend_of(self.subject.job, self.subject.config.rollouts)
         try:
             async with Pool(backend, 1, warm=0) as self.pool, contextlib.AsyncExitStack() as stack:
-                if self.subject.cast is None or not self._drawn():
+                if self.subject.agent_catalog is None or not self._drawn():
                     self.report.note("not tried, because of the above: sandbox, teacher, agents, tools")
                 elif await self._opens_sandbox(backend):
-                    await self._open_models(stack, self.subject.cast)
+                    await self._open_models(stack, self.subject.agent_catalog)
                     await self._open_outside(stack)
-                    await self._try_teacher(self.subject.cast)
-                    await self._try_agents(self.subject.cast)
+                    await self._try_teacher(self.subject.agent_catalog)
+                    await self._try_agents(self.subject.agent_catalog)
                     if self.thorough:
                         await self._try_tools()
                 await self._try_scorers()
@@ -225,13 +225,13 @@ class _Trial:
             step.name = f"sandbox by {backend.isolation}, with {worlds} worlds"
         return True
 
-    async def _open_models(self, stack: contextlib.AsyncExitStack, cast: Cast) -> None:
+    async def _open_models(self, stack: contextlib.AsyncExitStack, agent_catalog: AgentCatalog) -> None:
         """Models other than the policy: behind their servers, or, by a quick check, replaced by who knows the answer."""
         brief = {
             name: msgspec.structs.replace(
                 model, timeout_seconds=min(model.timeout_seconds, _MODEL_SECONDS_MAX), patience_seconds=0.0
             )
-            for name, model in cast.models.items()
+            for name, model in agent_catalog.models.items()
         }
         try:
             self.models = dict(await stack.enter_async_context(served_models(brief, self.chat)))
@@ -239,9 +239,11 @@ class _Trial:
             agents = self.subject.config.job.agents
             self.report.mistake(Place(Path(agents) if agents else self.subject.module), str(error))
         if not self.thorough:
-            if cast.models:
-                self.report.note(f"not asked: the servers of {', '.join(cast.models)}; `replayground check` asks them")
-            self.models = {name: _Answers(self.chat, _said(_WRONG_ANSWER)) for name in cast.models}
+            if agent_catalog.models:
+                self.report.note(
+                    f"not asked: the servers of {', '.join(agent_catalog.models)}; `replayground check` asks them"
+                )
+            self.models = {name: _Answers(self.chat, _said(_WRONG_ANSWER)) for name in agent_catalog.models}
 
     async def _open_outside(self, stack: contextlib.AsyncExitStack) -> None:
         """Tools outside the sandbox, if a task has any."""
@@ -273,48 +275,50 @@ class _Trial:
 
     def _tools_outside(self, task: Task) -> list[str]:
         own = {tool.name for tool in self.subject.job.tools if isinstance(tool, OutsideTool)}
-        names = (self.subject.cast or Cast()).tools_of(task)
+        names = (self.subject.agent_catalog or AgentCatalog()).tools_of(task)
         return [name for name in names if name in FAMILIES or name in own or name.startswith(MCP_PREFIX)]
 
-    def _tools(self, drawn: Drawn, cast: Cast) -> dict[str, Tool] | None:
+    def _tools(self, drawn: Drawn, agent_catalog: AgentCatalog) -> dict[str, Tool] | None:
         """The tools of a task; None when some cannot be tried now."""
         if self.outside is None and self._tools_outside(drawn.task):
             return None
         outside = self.outside.tools if self.outside is not None else ()
         try:
-            return toolset(cast.tools_of(drawn.task), [*self.subject.job.tools, *outside])
+            return toolset(agent_catalog.tools_of(drawn.task), [*self.subject.job.tools, *outside])
         except ValueError as error:
             self.report.mistake(drawn.place, str(error))
             return None
 
     # what is tried
 
-    async def _try_teacher(self, cast: Cast) -> None:
+    async def _try_teacher(self, agent_catalog: AgentCatalog) -> None:
         config, demonstrate = self.subject.config, self.subject.job.demonstrate
         tasks = [drawn for drawn in self._drawn() if drawn.session in (DEMONSTRATIONS, "train")]
         if config.job.demonstrations == 0 or not tasks:
             return
-        if demonstrate is None and not any(agent.teacher for agent in cast.agents.values()):
+        if demonstrate is None and not any(agent.teacher for agent in agent_catalog.agents.values()):
             return  # told already
         teacher = _Teacher(demonstrate or _nobody)
         with self.report.step("teacher") as step:
-            played = await self._demonstrations(tasks, teacher, cast)
+            played = await self._demonstrations(tasks, teacher, agent_catalog)
             self._judge_teacher(played, teacher)
             answered = sum(one.ended.ended_by == "answered" for one in played)
             step.name = f"teacher: {len(played)} demonstrations, {answered} with an answer{_calls(played)}"
         self._judge_tools(played)
 
-    async def _demonstrations(self, tasks: list[Drawn], teacher: _Teacher, cast: Cast) -> list[_Played]:
+    async def _demonstrations(
+        self, tasks: list[Drawn], teacher: _Teacher, agent_catalog: AgentCatalog
+    ) -> list[_Played]:
         """Several, since a teacher may well draw what it does; fewer when they are slow and the check is quick."""
         count, began = _DEMONSTRATIONS if self.thorough else _DEMONSTRATIONS_QUICK, time.monotonic()
         played: list[_Played] = []
         for number, drawn in enumerate(tasks[:count]):
-            tools = self._tools(drawn, cast)
+            tools = self._tools(drawn, agent_catalog)
             if tools is not None:
-                agent = drawn.task.agent if cast.plays(drawn.task.agent) else DEMONSTRATOR
+                agent = drawn.task.agent if agent_catalog.plays(drawn.task.agent) else DEMONSTRATOR
                 task = msgspec.structs.replace(drawn.task, agent=agent)
                 policy = Demonstrator(teacher, self.chat)
-                played.append(await self._play(drawn, task, policy, tools, cast, "demonstrate", seed=number))
+                played.append(await self._play(drawn, task, policy, tools, agent_catalog, "demonstrate", seed=number))
             if not self.thorough and time.monotonic() - began > _TEACHING_SECONDS_QUICK:
                 break
         self.played += played
@@ -346,15 +350,17 @@ class _Trial:
                 tell = self.report.mistake if len(failed) == len(observed) else self.report.warn
                 tell(place, f"{text}; {remedy}")
 
-    async def _try_agents(self, cast: Cast) -> None:
+    async def _try_agents(self, agent_catalog: AgentCatalog) -> None:
         """Everybody answers at once: prompts, templates, tools and topologies are put together as in a run."""
-        found = [(drawn, tools) for drawn in self._playable() if (tools := self._tools(drawn, cast)) is not None]
+        found = [
+            (drawn, tools) for drawn in self._playable() if (tools := self._tools(drawn, agent_catalog)) is not None
+        ]
         if not found:
             return  # told by what is outside the sandbox
         with self.report.step(f"task played by {', '.join(sorted({drawn.task.agent for drawn, _ in found}))}"):
             for drawn, tools in found:
                 policy = _Answers(self.chat, _said(drawn.task.reference or _WRONG_ANSWER))
-                one = await self._play(drawn, drawn.task, policy, tools, cast, "train", seed=0)
+                one = await self._play(drawn, drawn.task, policy, tools, agent_catalog, "train", seed=0)
                 if one.ended.ended_by == "infra_error":
                     self.report.mistake(drawn.place, f"a task cannot be played: {one.ended.reason}")
                 elif one.ended.ended_by == "token_limit":
@@ -418,7 +424,8 @@ class _Trial:
         plain = msgspec.structs.replace(drawn.task, toolset=[], world='{"name":"empty"}')
         texts = [_said(drawn.task.reference or ""), _said(_WRONG_ANSWER), "neither a call nor an answer"]
         played = [
-            await self._play(drawn, plain, _Answers(self.chat, text), {}, Cast(), "train", seed=0) for text in texts
+            await self._play(drawn, plain, _Answers(self.chat, text), {}, AgentCatalog(), "train", seed=0)
+            for text in texts
         ]
         return [
             (drawn, msgspec.structs.replace(one.trajectory, task=without_world(drawn.task)))
@@ -432,7 +439,7 @@ class _Trial:
         task: Task,
         policy: Policy,
         tools: dict[str, Tool],
-        cast: Cast,
+        agent_catalog: AgentCatalog,
         purpose: Purpose,
         *,
         seed: int,
@@ -448,7 +455,7 @@ class _Trial:
             emit=events.append,
             keep_blob=_keep_nothing,
             tools_hash=hash_of_tools(tools),
-            cast=cast,
+            agent_catalog=agent_catalog,
             models=self.models,
         )
         observed = [event for event in events if isinstance(event, ToolObserved)]
@@ -498,7 +505,7 @@ def _request(task: Task, config: Config, purpose: Purpose, seed: int) -> Rollout
 
 def _assembled(events: Sequence[Event]) -> TrajectoryAssembled | None:
     """The trajectory of an attempt, by the hop that assembles those of a run."""
-    hop, state = Assemble(), None
+    hop, state = AssembleTrajectories(), None
     for offset, event in enumerate(events):
         outcome = hop.step(state, event, Address(topic="messages", partition=0, offset=offset))
         state = outcome.state

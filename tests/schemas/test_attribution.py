@@ -76,8 +76,8 @@ def test_mutated_bytes_never_raise_and_never_name_another_run(
 ) -> None:
     codec = shared_codec()
     data = bytearray(codec.encode(samples()[event_class]))
-    for place, value in flips:
-        data[place % len(data)] = value
+    for place, byte in flips:
+        data[place % len(data)] = byte
     value = bytes(data[:cut_at]) + added
     run_id, decoded = codec.run_of(value), said_by(codec, value)
     assert run_id in (None, decoded) or decoded is None

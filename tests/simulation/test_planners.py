@@ -9,7 +9,7 @@ from producers import scheduler
 from producers.planner import Planner, PlannerLoop
 from producers.scheduler import Plan
 from producers.scheduling import demand, ledger
-from producers.scheduling.pacing import GroupLag, Pacing
+from producers.scheduling.pacing import Pacing, Standing
 from schemas.errors import LogBroken
 from schemas.events import Event, Position, SnapshotTaken
 from schemas.run import Run
@@ -121,7 +121,7 @@ def test_groups_that_are_given_up_for_good_without_a_fact_are_noticed(monkeypatc
 def test_a_refusal_that_ends_a_task_which_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     standing_of = Pacing.standing_of
 
-    def careless(self: Pacing, group: ledger.Group, is_called_off: bool, is_caught_up: bool) -> GroupLag:
+    def careless(self: Pacing, group: ledger.Group, is_called_off: bool, is_caught_up: bool) -> Standing:
         if group.ask is not None and not group.is_asked and group.refusal is not None:
             return "unasked" if is_caught_up else "unknown"
         return standing_of(self, group, is_called_off, is_caught_up)
