@@ -15,7 +15,6 @@ from producers.config import SchedulerSettings
 from producers.scheduler import Plan, schedule
 from producers.scheduling.demand import TRAINING_TASKS_WAITING_MAX
 from producers.scheduling.ledger import group_id_of
-from producers.scheduling.members import trajectory_id
 from schemas.events import (
     Address,
     AttemptEnded,
@@ -606,7 +605,8 @@ def test_dead_letters_of_groups_that_are_not_known_leave_nothing(run: Run) -> No
 def test_a_request_that_is_refused_before_it_is_made_is_remembered_by_all_or_none(run: Run) -> None:
     """A forged letter for a member that waits: whoever reads it later must know as much."""
     plan = ready(run, *tasks(30))
-    early = refused("rollouts", trajectory_id(tasks(1)[0].meta.task_id or "", 1))
+    to_come = asked(ready(run, *tasks(30)).decide(0))[1]
+    early = refused("rollouts", to_come.meta.trajectory_id or "")
     plan.apply(early)
     log = asked(plan.decide(0))
     folded = ready(run, *tasks(30), *log, early)
