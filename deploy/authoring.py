@@ -28,9 +28,9 @@ def check(
     Example:  replayground check my/job.toml
     """
     from deploy.checking.job import check_job
-    from deploy.checking.report import Report
+    from deploy.checking.report import CheckReport
 
-    report = Report(_tell)
+    report = CheckReport(_print_mark)
     check_job(job, seed, report, thorough=True)
     if report.mistakes:
         echo(f"{_counted(len(report.mistakes), 'mistake')}; nothing was started")
@@ -56,7 +56,7 @@ def doctor(
     for finding in examine_machine(field):
         findings.append(finding)
         if not as_json:
-            _tell(marks[finding.state], finding.line, sys.stdout)
+            _print_mark(marks[finding.state], finding.line, sys.stdout)
     if as_json:
         import msgspec
 
@@ -86,15 +86,15 @@ def init(
 def require_sound(job: Path, seed: int) -> None:
     """The quick part of `check`. Tells every mistake and ends with exit code 2, if there are any."""
     from deploy.checking.job import check_job
-    from deploy.checking.report import Report
+    from deploy.checking.report import CheckReport
 
-    report = Report(_tell_mistakes)
+    report = CheckReport(_tell_mistakes)
     check_job(job, seed, report, thorough=False)
     if report.mistakes:
         raise typer.Exit(BAD_INPUT)
 
 
-def _tell(mark: "Mark", text: str, to: TextIO | None = None) -> None:
+def _print_mark(mark: "Mark", text: str, to: TextIO | None = None) -> None:
     """Mistakes go to stderr, what was tried to stdout; a terminal gets lines that fit it, a file one line each."""
     from deploy.checking.report import wrapped
 
@@ -108,7 +108,7 @@ def _tell(mark: "Mark", text: str, to: TextIO | None = None) -> None:
 
 def _tell_mistakes(mark: "Mark", text: str) -> None:
     if mark in "✗!·":
-        _tell(mark, text)
+        _print_mark(mark, text)
 
 
 def _counted(number: int, what: str) -> str:

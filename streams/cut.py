@@ -213,7 +213,7 @@ class _Saved(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredCutter:
     """What a life of the cutter begins with."""
 
     state: CutState
@@ -223,7 +223,7 @@ class Restored:
     "of `batches`; the newest batch in the state does not stand before"
 
 
-def restore_state(log: Log, hop: CutGroups, run: Run) -> Restored:
+def restore_state(log: Log, hop: CutGroups, run: Run) -> RestoredCutter:
     """The cutter's state as the newest snapshot and the batches after it tell it. Raises LogBroken when they disagree."""
     run = msgspec.structs.replace(run, program=PROGRAM)
     taken = newest_snapshot(log, run, STATE_VERSION)
@@ -236,7 +236,7 @@ def restore_state(log: Log, hop: CutGroups, run: Run) -> Restored:
     state = fold_batches(hop, (batch for _, batch in batches if batch.index >= index_next), saved.state)
     # of every partition: where nobody names one, the group may have committed what only a lost snapshot held
     beginnings = [msgspec.structs.replace(end, offset=0) for end in log.end_positions([hop.reads])]
-    return Restored(
+    return RestoredCutter(
         state=state,
         groups_from=_furthest([hop.reads], beginnings, run.start, start, hop.positions(state)),
         batches_from=start if newest_at is None else [_at(newest_at)],

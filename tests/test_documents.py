@@ -220,6 +220,8 @@ def _defined_in(source: Path) -> frozenset[str]:
     for node in ast.parse(source.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
+        if isinstance(node, ast.TypeAlias):
+            found.add(node.name.id)
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         found |= {target.id for target in targets if isinstance(target, ast.Name)}
     return frozenset(found)

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from deploy.checking import places
-from deploy.checking.places import Place
-from deploy.checking.report import Report, described, within
+from deploy.checking.places import SourceLocation
+from deploy.checking.report import CheckReport, described, within
 from deploy.checking.trial import Drawn, Subject, try_job
 from deploy.config import Config, examine, read_toml
 from deploy.resolve import read_request
@@ -36,7 +36,7 @@ _TASK_NEEDS = "a Task needs prompt, reference, agent, toolset, world, scorers, g
 _NO_REFERENCE = "give every Task a reference; reference=None where no answer is the right one"
 
 
-def check_job(source: Path, seed: int, report: Report, *, thorough: bool) -> None:
+def check_job(source: Path, seed: int, report: CheckReport, *, thorough: bool) -> None:
     """Tries a job and takes every mistake into the report. Without `thorough` only what takes about a second: a few tasks,
     and nothing that starts a browser or asks a server."""
     config = _check_config(source, report)
@@ -44,9 +44,9 @@ def check_job(source: Path, seed: int, report: Report, *, thorough: bool) -> Non
         _JobCheck(source, config, seed, report, thorough).run()
 
 
-def _check_config(source: Path, report: Report) -> Config | None:
+def _check_config(source: Path, report: CheckReport) -> Config | None:
     """The config, without what is wrong with it; None when it cannot be read at all."""
-    with report.step(f"config {Place(source)}"):
+    with report.step(f"config {SourceLocation(source)}"):
         try:
             raw = read_toml(source)
         except BadInput as error:
@@ -59,7 +59,7 @@ def _check_config(source: Path, report: Report) -> Config | None:
             try:
                 read_request(source)  # what is only wrong to write down, such as a password
             except BadInput as error:
-                report.mistake(Place(source), _without(str(error), source))
+                report.mistake(SourceLocation(source), _without(str(error), source))
         if "module" not in raw.get("job", {}):
             report.note(f"[job] names no module: the default job, {config.job.module}, is practised")
     return config
@@ -70,7 +70,7 @@ class _JobCheck:
     source: Path
     config: Config
     seed: int
-    report: Report
+    report: CheckReport
     thorough: bool
 
     def run(self) -> None:
@@ -94,7 +94,7 @@ class _JobCheck:
         return Path(name) if name.endswith(".py") else origin_of(name) or self.source
 
     def _load(self) -> Job | None:
-        with self.report.step(f"module {Place(self.module)}"):
+        with self.report.step(f"module {SourceLocation(self.module)}"):
             try:
                 with within():
                     return load_job(self.config.job.module)
@@ -102,14 +102,14 @@ class _JobCheck:
                 self.report.mistake(self._place_of_load_error(error), str(error))
         return None
 
-    def _place_of_load_error(self, error: BadInput) -> Place:
+    def _place_of_load_error(self, error: BadInput) -> SourceLocation:
         module = self.module
         if error.__cause__ is not None and module != self.source:
             return places.of_error(error.__cause__, module)
         if module == self.source or not module.is_file():
             return places.of_setting(self.source, "job.module")
         name = str(error).partition(" ")[0]
-        return places.of_definition(module, name) if name.isupper() else Place(module, 1)
+        return places.of_definition(module, name) if name.isupper() else SourceLocation(module, 1)
 
     def _agent_catalog(self, job: Job) -> AgentCatalog | None:
         """None when it is wrong; a job that defines no agents has an empty one."""
@@ -183,7 +183,7 @@ class _JobCheck:
             self.report.mistake(place, text, kind=type(error).__name__)
         return [found for found in drawn if isinstance(found.task, Task)]
 
-    def _first(self, made: Any, at: Place, split: str, session: str) -> Iterator[Drawn]:
+    def _first(self, made: Any, at: SourceLocation, split: str, session: str) -> Iterator[Drawn]:
         began = time.monotonic()
         for number, task in enumerate(islice(made, _TASKS_DRAWN if self.thorough else _TASKS_DRAWN_QUICKLY)):
             place = places.of_yield(made, at)
@@ -194,14 +194,14 @@ class _JobCheck:
             if not self.thorough and time.monotonic() - began > _DRAWING_SECONDS_QUICK:
                 return
 
-    def _no_tasks(self, at: Place, split: str) -> None:
+    def _no_tasks(self, at: SourceLocation, split: str) -> None:
         text = f"tasks({split!r}, seed) yields no task"
         if split == "heldout":
             self.report.warn(at, f"{text}: nothing is evaluated")
         else:
             self.report.mistake(at, f"{text}: it must go on yielding tasks, without an end")
 
-    def _check_repeats(self, job: Job, drawn: list[Drawn], seed: int, at: Place) -> None:
+    def _check_repeats(self, job: Job, drawn: list[Drawn], seed: int, at: SourceLocation) -> None:
         """A feeder that restarts draws again: other tasks would then carry the ids of those on the log."""
         split, middle = drawn[0].split, len(drawn) // 2
         expected = [found.task for found in drawn]
@@ -237,14 +237,14 @@ class _JobCheck:
                 if isinstance(line, str):
                     bad += 1
                     if bad <= _LINES_NAMED_MAX:
-                        self.report.mistake(Place(file, number), line)
+                        self.report.mistake(SourceLocation(file, number), line)
                 else:
-                    drawn.append(Drawn(line[1], Place(file, number), line[1].split, line[1].split, number))
+                    drawn.append(Drawn(line[1], SourceLocation(file, number), line[1].split, line[1].split, number))
             if bad > _LINES_NAMED_MAX:
-                self.report.mistake(Place(file), f"{bad - _LINES_NAMED_MAX} more lines are bad")
+                self.report.mistake(SourceLocation(file), f"{bad - _LINES_NAMED_MAX} more lines are bad")
             if not any(found.split == "train" for found in drawn) and not bad:
-                self.report.mistake(Place(file), "it has no task of split train: add some")
-            step.name = f"tasks file {Place(file)}: {len(drawn)} tasks"
+                self.report.mistake(SourceLocation(file), "it has no task of split train: add some")
+            step.name = f"tasks file {SourceLocation(file)}: {len(drawn)} tasks"
         return drawn
 
 
@@ -269,7 +269,7 @@ def _problem_of_world(task: Task) -> str | None:
     return None
 
 
-def _place_in_agents(file: Path, text: str) -> Place:
+def _place_in_agents(file: Path, text: str) -> SourceLocation:
     """The line of a file of agents that a message is about."""
     place = places.of_toml_error(file, text)
     if place.line is not None or not file.is_file():

@@ -17,7 +17,7 @@ _ANY = "NAME"
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLocation:
     """A file and, where one is known, a line of it. Its text is relative to the working folder, if it lies below."""
 
     file: Path
@@ -29,7 +29,7 @@ class Place:
         return str(shown) if self.line is None else f"{shown}:{self.line}"
 
 
-def of_setting(file: Path, setting: str) -> Place:
+def of_setting(file: Path, setting: str) -> SourceLocation:
     """The line that sets a dotted setting; else the one of the nearest section above it.
 
     Not covered: lines inside of strings and arrays that span several are read as if they stood alone."""
@@ -39,55 +39,55 @@ def of_setting(file: Path, setting: str) -> Place:
         depth = _common(path, wanted)
         if depth > best and depth == len(path):
             best, line = depth, number
-    return Place(file, line)
+    return SourceLocation(file, line)
 
 
-def of_toml_error(file: Path, text: str) -> Place:
+def of_toml_error(file: Path, text: str) -> SourceLocation:
     """The line that a decoder of TOML names in its message."""
     found = _TOML_LINE.search(text)
     if found is not None:
-        return Place(file, int(found.group(1)))
+        return SourceLocation(file, int(found.group(1)))
     is_cut_off = text.endswith("(at end of document)")
-    return Place(file, len(file.read_bytes().splitlines()) if is_cut_off else None)
+    return SourceLocation(file, len(file.read_bytes().splitlines()) if is_cut_off else None)
 
 
-def of_error(error: BaseException, module: Path) -> Place:
+def of_error(error: BaseException, module: Path) -> SourceLocation:
     """The last line of the job, or beside it, that an exception passed through; of a syntax error, the line itself."""
     for link in _causes(error):
         if isinstance(link, SyntaxError) and link.filename is not None:
-            return Place(Path(link.filename), link.lineno)
+            return SourceLocation(Path(link.filename), link.lineno)
         for frame in reversed(traceback.extract_tb(link.__traceback__)):
             if Path(frame.filename).resolve().parent == module.resolve().parent:
-                return Place(Path(frame.filename), frame.lineno)
-    return Place(module)
+                return SourceLocation(Path(frame.filename), frame.lineno)
+    return SourceLocation(module)
 
 
-def of_code(function: Any, module: Path) -> Place:
+def of_code(function: Any, module: Path) -> SourceLocation:
     """The first line of a function or method; of anything else, the module."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return Place(module) if code is None else Place(Path(code.co_filename), code.co_firstlineno)
+    return SourceLocation(module) if code is None else SourceLocation(Path(code.co_filename), code.co_firstlineno)
 
 
-def of_definition(module: Path, name: str) -> Place:
+def of_definition(module: Path, name: str) -> SourceLocation:
     """The line that defines a name at the top of a module."""
     try:
         body = ast.parse(module.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
-        return Place(module)
+        return SourceLocation(module)
     for node in body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         names = {getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)}
         if name in names:
-            return Place(module, node.lineno)
-    return Place(module)
+            return SourceLocation(module, node.lineno)
+    return SourceLocation(module)
 
 
-def of_yield(tasks: Any, otherwise: Place) -> Place:
+def of_yield(tasks: Any, otherwise: SourceLocation) -> SourceLocation:
     """The line at which a generator waits after it has yielded a task; of any other iterator, the line of its maker."""
     while isinstance(getattr(tasks, "gi_yieldfrom", None), GeneratorType):
         tasks = tasks.gi_yieldfrom
     frame = getattr(tasks, "gi_frame", None)
-    return otherwise if frame is None else Place(Path(frame.f_code.co_filename), frame.f_lineno)
+    return otherwise if frame is None else SourceLocation(Path(frame.f_code.co_filename), frame.f_lineno)
 
 
 def _settings(file: Path) -> Iterator[tuple[int, list[str]]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Literal
 
-from deploy.checking.places import Place
+from deploy.checking.places import SourceLocation
 
 STEP_SECONDS_MAX = 60.0
 "code of a job that has not returned by then is taken for an endless loop"
@@ -22,7 +22,7 @@ type Mark = Literal["✓", "✗", "!", "·"]
 class Mistake:
     """Something that keeps the job from being practised: where it stands, what is wrong, and what to do."""
 
-    place: Place
+    place: SourceLocation
     text: str
 
     def __str__(self) -> str:
@@ -30,33 +30,33 @@ class Mistake:
 
 
 @dataclass
-class Report:
+class CheckReport:
     """Grows while a job is checked. `tell` is called with each line at once: a mark and a text."""
 
     tell: Callable[[Mark, str], None]
     mistakes: list[Mistake] = field(default_factory=list)
-    _told: set[tuple[Place, str]] = field(default_factory=set)
+    _told: set[tuple[SourceLocation, str]] = field(default_factory=set)
 
     @contextlib.contextmanager
-    def step(self, name: str) -> Iterator["Step"]:
+    def step(self, name: str) -> Iterator["CheckStep"]:
         """A part of the check. It is told as tried, with its seconds, unless it found a mistake."""
-        step, before, began = Step(name), len(self.mistakes), time.monotonic()
+        step, before, began = CheckStep(name), len(self.mistakes), time.monotonic()
         yield step
         if len(self.mistakes) == before:
             self.tell("✓", f"{step.name} {time.monotonic() - began:.1f} s")
 
-    def mistake(self, place: Place, text: str, kind: str = "") -> None:
+    def mistake(self, place: SourceLocation, text: str, kind: str = "") -> None:
         """Takes a mistake. Of one kind at one place, the first is enough: each task would tell it again."""
         if self._is_new(place, kind or text):
             self.mistakes.append(Mistake(place, text))
             self.tell("✗", str(self.mistakes[-1]))
 
-    def warn(self, place: Place, text: str) -> None:
+    def warn(self, place: SourceLocation, text: str) -> None:
         """Something that a person should look at, and that may be meant."""
         if self._is_new(place, text):
             self.tell("!", str(Mistake(place, text)))
 
-    def _is_new(self, place: Place, kind: str) -> bool:
+    def _is_new(self, place: SourceLocation, kind: str) -> bool:
         is_new = (place, kind) not in self._told
         self._told.add((place, kind))
         return is_new
@@ -66,7 +66,7 @@ class Report:
 
 
 @dataclass
-class Step:
+class CheckStep:
     """What the line of a step says; changed when more is known."""
 
     name: str

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from deploy.checking import places
-from deploy.checking.places import Place
-from deploy.checking.report import Report, described, within
+from deploy.checking.places import SourceLocation
+from deploy.checking.report import CheckReport, described, within
 from deploy.config import Config
 from producers.attempt import without_world
 from producers.chat import CHAT_FILES, Chat, chat_of
@@ -70,7 +70,7 @@ class Drawn:
     """A task of the job, and where it was made."""
 
     task: Task
-    place: Place
+    place: SourceLocation
     split: str
     session: str
     number: int
@@ -102,14 +102,14 @@ class _Played:
     observed: list[ToolObserved]
 
 
-def try_job(subject: Subject, report: Report, *, thorough: bool) -> None:
+def try_job(subject: Subject, report: CheckReport, *, thorough: bool) -> None:
     """Takes every mistake into the report."""
     chat = _chat(subject, report, thorough)
     if chat is not None:
         asyncio.run(_Trial(subject, report, thorough, chat).run())
 
 
-def _chat(subject: Subject, report: Report, thorough: bool) -> Chat | None:
+def _chat(subject: Subject, report: CheckReport, thorough: bool) -> Chat | None:
     """The chat format of the run's model."""
     config, job = subject.config, subject.job
     folder = config.trainer.model.path
@@ -175,7 +175,7 @@ class _Teacher:
 @dataclass
 class _Trial:
     subject: Subject
-    report: Report
+    report: CheckReport
     thorough: bool
     chat: Chat
     played: list[_Played] = field(default_factory=list)
@@ -237,13 +237,13 @@ class _Trial:
             self.models = dict(await stack.enter_async_context(served_models(brief, self.chat)))
         except BadInput as error:
             agents = self.subject.config.job.agents
-            self.report.mistake(Place(Path(agents) if agents else self.subject.module), str(error))
+            self.report.mistake(SourceLocation(Path(agents) if agents else self.subject.module), str(error))
         if not self.thorough:
             if agent_catalog.models:
                 self.report.note(
                     f"not asked: the servers of {', '.join(agent_catalog.models)}; `replayground check` asks them"
                 )
-            self.models = {name: _Answers(self.chat, _said(_WRONG_ANSWER)) for name in agent_catalog.models}
+            self.models = {name: _Answers(self.chat, _answer_text(_WRONG_ANSWER)) for name in agent_catalog.models}
 
     async def _open_outside(self, stack: contextlib.AsyncExitStack) -> None:
         """Tools outside the sandbox, if a task has any."""
@@ -359,7 +359,7 @@ class _Trial:
             return  # told by what is outside the sandbox
         with self.report.step(f"task played by {', '.join(sorted({drawn.task.agent for drawn, _ in found}))}"):
             for drawn, tools in found:
-                policy = _Answers(self.chat, _said(drawn.task.reference or _WRONG_ANSWER))
+                policy = _Answers(self.chat, _answer_text(drawn.task.reference or _WRONG_ANSWER))
                 one = await self._play(drawn, drawn.task, policy, tools, agent_catalog, "train", seed=0)
                 if one.ended.ended_by == "infra_error":
                     self.report.mistake(drawn.place, f"a task cannot be played: {one.ended.reason}")
@@ -422,7 +422,7 @@ class _Trial:
     async def _attempts_at(self, drawn: Drawn) -> list[tuple[Drawn, TrajectoryAssembled]]:
         """Attempts by nobody, which need no sandbox and no tool."""
         plain = msgspec.structs.replace(drawn.task, toolset=[], world='{"name":"empty"}')
-        texts = [_said(drawn.task.reference or ""), _said(_WRONG_ANSWER), "neither a call nor an answer"]
+        texts = [_answer_text(drawn.task.reference or ""), _answer_text(_WRONG_ANSWER), "neither a call nor an answer"]
         played = [
             await self._play(drawn, plain, _Answers(self.chat, text), {}, AgentCatalog(), "train", seed=0)
             for text in texts
@@ -541,7 +541,7 @@ def _part(task: Task, name: str) -> dict[str, Any]:
     return world_from_json(task.world).part(name)
 
 
-def _said(answer: str) -> str:
+def _answer_text(answer: str) -> str:
     return f"<answer>{answer}</answer>"
 
 

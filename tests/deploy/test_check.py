@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from deploy.checking.job import check_job
-from deploy.checking.places import Place, of_setting
-from deploy.checking.report import Mark, Report, within, wrapped
+from deploy.checking.places import SourceLocation, of_setting
+from deploy.checking.report import CheckReport, Mark, within, wrapped
 from deploy.checking.trial import sample_arguments
 from tests.deploy.test_cli import Terminal, called
 
@@ -80,7 +80,7 @@ def checked(folder: Path, module: str = MODULE, config: str = CONFIG, *, thoroug
     (folder / "mine.py").write_text(module)
     (folder / "job.toml").write_text(config)
     found = Found()
-    check_job(folder / "job.toml", 0, Report(found), thorough=thorough)
+    check_job(folder / "job.toml", 0, CheckReport(found), thorough=thorough)
     return found
 
 
@@ -109,7 +109,7 @@ def test_a_sound_job_is_tried_in_every_part(tmp_path: Path, thorough: bool) -> N
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_committed_job_is_sound(path: Path) -> None:
     found = Found()
-    check_job(path, 0, Report(found), thorough=True)
+    check_job(path, 0, CheckReport(found), thorough=True)
     assert found.of("✗") + found.of("!") == []
 
 
@@ -143,7 +143,7 @@ def test_a_mistake_in_the_module_is_told_with_its_line(
     module = MODULE.replace(before, after)
     assert module != MODULE
     (mistake,) = checked(tmp_path, module, thorough=thorough).of("✗")
-    assert mistake.startswith(f"{Place(tmp_path / 'mine.py', line_of(module, at))}: ")
+    assert mistake.startswith(f"{SourceLocation(tmp_path / 'mine.py', line_of(module, at))}: ")
     assert told in mistake
     assert "\n" not in mistake
 
@@ -166,7 +166,7 @@ def test_a_mistake_in_the_config_is_told_with_its_line(
 ) -> None:
     (mistake,) = checked(tmp_path, config=config).of("✗")
     assert told in mistake
-    assert mistake.startswith(str(Place(tmp_path / "job.toml", line)) if line else str(tmp_path))
+    assert mistake.startswith(str(SourceLocation(tmp_path / "job.toml", line)) if line else str(tmp_path))
 
 
 def test_demonstrations_need_a_teacher(tmp_path: Path) -> None:
@@ -192,7 +192,11 @@ def test_a_mistake_about_agents_is_told(tmp_path: Path, before: str, after: str,
     found = checked(tmp_path, module, CONFIG + 'agents = "agents.toml"\n').of("✗")
     assert len(found) == 1, found
     assert told in found[0]
-    at = Place(tmp_path / "agents.toml", line) if line else Place(tmp_path / "mine.py", line_of(module, "yield Task"))
+    at = (
+        SourceLocation(tmp_path / "agents.toml", line)
+        if line
+        else SourceLocation(tmp_path / "mine.py", line_of(module, "yield Task"))
+    )
     assert found[0].startswith(f"{at}: ")
 
 
