@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -58,7 +59,7 @@ def test_whatever_is_not_there_has_a_remedy(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_package_of_another_version_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["fastavro==0.0.1", "no-such-package>=1"])
+    monkeypatch.setattr(metadata, "requires", lambda name: ["fastavro==0.0.1", "no-such-package>=1"])
     found = findings(tmp_path / "field")["packages"]
     assert found.state == "needed"
     assert "not 0.0.1, no-such-package is missing" in found.detail
