@@ -32,6 +32,8 @@ from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
 from streams.log.snapshots import newest_snapshot, snapshot
+from streams.log.weights import weights_on_log
+from streams.rules.holds import Hold, held_after
 
 PROGRAM = "reloader"
 VERSIONS_KEPT = ReloaderSettings().skipped_versions_max + 2
@@ -45,13 +47,6 @@ UNVERIFIED = "unverified"
 "label of a server whose weights are being changed; no version's label"
 
 _log = structlog.get_logger(__name__)
-
-
-class Hold(Struct, frozen=True):
-    """A session needs this version to stay served."""
-
-    version: int
-    session_id: str | None
 
 
 class Targets(Struct, frozen=True):
@@ -110,21 +105,9 @@ def _apply(targets: Targets, event: Event) -> Targets:
             return Targets(published, targets.holds, targets.tried)
         case WeightsLoaded():
             return Targets(targets.published, targets.holds, targets.tried | {(event.server, event.version)})
-        case ControlIssued(command="hold", version=int(version)):
-            hold = Hold(version, event.meta.session_id)
-            holds = targets.holds if hold in targets.holds else (*targets.holds, hold)
-            return Targets(targets.published, holds, targets.tried)
-        case ControlIssued(command="release", version=int(version)):
-            holds = _release(targets.holds, Hold(version, event.meta.session_id))
-            return Targets(targets.published, holds, targets.tried)
+        case ControlIssued():
+            return Targets(targets.published, held_after(targets.holds, event), targets.tried)
     return targets
-
-
-def _release(holds: tuple[Hold, ...], released: Hold) -> tuple[Hold, ...]:
-    """Takes away the hold of the same session; a release by somebody else frees the version for all."""
-    if released in holds:
-        return tuple(hold for hold in holds if hold != released)
-    return tuple(hold for hold in holds if hold.version != released.version)
 
 
 class LatestTargets:
@@ -271,23 +254,19 @@ class TargetReader:
 
     def _look_up(self, version: int) -> None:
         """A version that is held and was forgotten. If it is not on the log any more, its hold is forgotten instead."""
-        reader = self._log.reader(["weights"], start=self._run.start, run_id=self._run.run_id)
-        try:
-            while not reader.caught_up():
-                for delivery in reader.poll(1000, 0.2):
-                    event = delivery.event
-                    if isinstance(event, WeightsPublished) and _is_of(event, self._run, version):
-                        self.targets = advance(self.targets, event, self._versions_kept)
-                        return
-        finally:
-            reader.close()
-        _log.warning("held_version_missing", version=version)
+        published = weights_on_log(self._log, self._run, version)
+        if published is not None:
+            self.targets = advance(self.targets, published, self._versions_kept)
+            return
+        _log.error(
+            "held_version_is_gone",
+            version=version,
+            held_by=[hold.session_id for hold in self.targets.holds if hold.version == version],
+            consequence="it cannot be served: the servers go on with the newest version, and what waits for it never ends",
+            remedy="set a larger [trainer] versions_kept, or 0",
+        )
         holds = tuple(hold for hold in self.targets.holds if hold.version != version)
         self.targets = Targets(self.targets.published, holds, self.targets.tried)
-
-
-def _is_of(event: WeightsPublished, run: Run, version: int) -> bool:
-    return event.meta.run_id == run.run_id and event.version == version
 
 
 class Reporter:

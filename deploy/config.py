@@ -196,6 +196,7 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.job.staleness_target > config.job.staleness_max:
         sentence = f"job.staleness_target must be at most job.staleness_max ({config.job.staleness_max})"
         yield Problem("job.staleness_target", sentence)
+    yield from _problems_of_versions_kept(config)
     known = [program.name for program in PROGRAMS_OF_RUN]
     unknown = [name for name in config.harness.programs if name not in known]
     if unknown:
@@ -209,6 +210,17 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         yield Problem("feeder.tasks_file", sentence)
     if config.trainer.model.path is not None:
         yield from _problems_of_model(Path(config.trainer.model.path))
+
+
+def _problems_of_versions_kept(config: Config) -> Iterator[Problem]:
+    stale, skipped = config.job.staleness_max + 1, config.reloader.skipped_versions_max + 2
+    if 0 < config.trainer.versions_kept < max(stale, skipped):
+        sentence = (
+            f"trainer.versions_kept must be 0 (all) or at least {max(stale, skipped)}: trajectories of {stale} versions may "
+            f"still be trained on (job.staleness_max + 1), and servers may be brought to {skipped} versions "
+            "(reloader.skipped_versions_max + 2)"
+        )
+        yield Problem("trainer.versions_kept", sentence)
 
 
 def _problems_of_model(folder: Path) -> Iterator[Problem]:

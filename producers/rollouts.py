@@ -316,7 +316,9 @@ class _MissingTeacher:
 
 
 def _chat_files(run: Run, log: Log, blobs: Blobs, stop: threading.Event) -> dict[str, bytes] | None:
-    """Tokenizer and chat template of the run, from the first weights that carry a tokenizer; None when told to stop."""
+    """Tokenizer and chat template of the run, from the first weights that carry a tokenizer; None when told to stop. All versions
+    of a run have the same ones: if those of a version that was removed are gone, the next version is tried."""
+    gone: BlobDamaged | None = None
     reader = log.reader(["weights"], start=run.start, run_id=run.run_id)
     try:
         while not stop.is_set():
@@ -325,17 +327,15 @@ def _chat_files(run: Run, log: Log, blobs: Blobs, stop: threading.Event) -> dict
                 if isinstance(event, WeightsPublished) and event.meta.run_id == run.run_id:
                     found = {file.name: file for file in event.files if file.name in CHAT_FILES}
                     if "tokenizer.json" in found:
-                        return {name: _blob(blobs, file.uri, file.sha256) for name, file in found.items()}
+                        try:
+                            return {name: blobs.get(file.uri, file.sha256) for name, file in found.items()}
+                        except BlobDamaged as error:
+                            gone = error
+            if gone is not None and reader.caught_up():
+                raise LogUnavailable(f"the tokenizer of this run cannot be read: {gone}") from gone
     finally:
         reader.close()
     return None
-
-
-def _blob(blobs: Blobs, uri: str, sha256: str) -> bytes:
-    try:
-        return blobs.get(uri, sha256)
-    except BlobDamaged as error:
-        raise LogUnavailable(f"the tokenizer of this run cannot be read: {error}") from error
 
 
 def _first_uid() -> int:

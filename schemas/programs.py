@@ -152,7 +152,7 @@ ACCESS: tuple[Access, ...] = (
     ),
     Access(
         "trainer",
-        reads=("trajectories", "weights", "snapshots", "runs"),
+        reads=("trajectories", "weights", "snapshots", "runs", "control"),  # control: versions that are held
         consumes={"batches": "trainer"},
         writes=(StepTaken, WeightsPublished, SnapshotTaken),
         is_transactional=True,

@@ -63,9 +63,14 @@ def _field(name: str) -> Callable[[Event], str]:
     return key
 
 
+def weights_key(run_id: str, version: int | str) -> bytes:
+    """The key of a weight version on topic weights; with "" as version, what the keys of the run begin with."""
+    return f"{run_id}:{version}".encode()
+
+
 def _weights_key(event: Event) -> str:
     assert isinstance(event, events.WeightsPublished)
-    return f"{event.meta.run_id}:{event.version}"
+    return weights_key(event.meta.run_id, event.version).decode()
 
 
 def _server_key(event: Event) -> str:

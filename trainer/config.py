@@ -122,6 +122,12 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "the learning rule"
     threads: int = 1
     "threads of torch; two on busy cores were 6 to 50 times slower than one"
+    versions_kept: int = 0
+    """weight versions that stay, the newest ones; those that an evaluation holds stay besides. 0 = all, otherwise at least
+    job.staleness_max + 1 and reloader.skipped_versions_max + 2. `replayground blobs sweep` then removes files of the others"""
+
+    def __post_init__(self) -> None:
+        _require(self.versions_kept >= 0, "versions_kept must be 0 (all) or a number of weight versions")
 
 
 def _require(holds: bool, otherwise: str) -> None:

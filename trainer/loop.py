@@ -7,6 +7,7 @@
 config says what is wanted, batch and loss say what is learned, engines compute it, publish words the facts. Nothing is kept
 beside the log and the blobs: a restart loads the newest version and goes on, and a batch that is done already is passed.
 With each version stands a snapshot that says from where on to look for the newest, so a restart does not read all of them.
+retention says which older versions go.
 """
 
 import threading
@@ -18,19 +19,20 @@ import structlog
 
 from schemas.blobs import Blobs, open_blobs
 from schemas.errors import Fenced, LogBroken, LogUnavailable, ReplaygroundError
-from schemas.events import BatchCut, Position, StepKind, TrajectoryAssembled, WeightsPublished
+from schemas.events import BatchCut, Position, StepKind, StepTaken, TrajectoryAssembled, WeightsPublished
 from schemas.ids import now_microseconds
 from schemas.job import Job, load_job
 from schemas.metrics import ProgramMetrics
 from schemas.run import Run
 from streams.log.protocol import Log, Reader, Transactor
 from streams.log.takeover import fencing_error
-from streams.log.weights import newest_weights_from, weights_snapshot
+from streams.log.weights import newest_weights_from, removal_of, weights_snapshot
 from trainer.base_model import base_model
 from trainer.batch import counting_only
 from trainer.config import TrainerSettings
 from trainer.engines.protocol import Engine, GrpoBatch, StepReport
 from trainer.publish import Publisher, probe_of, probe_tokens
+from trainer.retention import Retention
 from trainer.scratch import scratch_folder
 
 _POLL_SECONDS = 0.2
@@ -103,11 +105,13 @@ class _TrainingLoop:
     program_metrics: ProgramMetrics
     stop: threading.Event
     probe_tokens: list[int] | None = None
+    retention: Retention | None = None
 
     def go(self) -> None:
         # taking the transactional id first fences a trainer that is still running: what is newest now stays newest
         transactor = self.log.transactor(f"trainer-{self.run.run_id}")
         try:
+            self.retention = Retention(self.log, self.run, self.settings.versions_kept, self._check_stop)
             group = f"trainer-{self.run.run_id}"
             batches = self.log.reader(["batches"], group, alone=True, start=self.run.start, run_id=self.run.run_id)
             try:
@@ -119,6 +123,8 @@ class _TrainingLoop:
                 batches.close()
         finally:
             transactor.close()
+            if self.retention is not None:
+                self.retention.close()
 
     def _load_or_create(self, transactor: Transactor, batches: Reader) -> int:
         """Loads the newest version, or makes and publishes version 0."""
@@ -228,12 +234,22 @@ class _TrainingLoop:
         published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
         # as long as the step waits for the log it counts as lag: a log that does not take it is seen as a stall
         self.program_metrics.gauge("lag", 1)
-        transactor.commit([taken, published, weights_snapshot(self.log, self.run, published)], batches)
+        self._commit(taken, published, transactor, batches)
         self.program_metrics.gauge("lag", 0)
         self.program_metrics.count("events_written", 3)
         self._report_version(version)
         _logger.info("weights_published", kind=kind, version=version, metrics=report.metrics, seconds=report.seconds)
         return version
+
+    def _commit(self, taken: StepTaken, published: WeightsPublished, transactor: Transactor, batches: Reader) -> None:
+        assert self.retention is not None
+        removed = self.retention.removed_by(published.version)
+        state = self.retention.state(published.version, removed)
+        snapshot = weights_snapshot(self.log, self.run, published, state, self.retention.positions())
+        transactor.commit([taken, published, snapshot], batches, [removal_of(self.run, version) for version in removed])
+        self.retention.published(state)
+        if removed:
+            _logger.info("removed", versions=removed)
 
     def _newest(self) -> WeightsPublished | None:
         """Raises LogBroken when the version of the newest snapshot is not on the log."""

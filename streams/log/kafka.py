@@ -33,7 +33,16 @@ from schemas.run import LogSettings
 from schemas.topics import COMPACTED_SOON, FOREVER, PARTITIONS, TOPIC_BY_NAME, TOPICS, Topic, topic_of
 from streams.log.access import AccessGuard
 from streams.log.connection import ASK_SECONDS, AuthenticationFailures, BrokerClient, Connection
-from streams.log.protocol import Delivery, GroupLag, RawMessage, Reader, UnreadMessages, beyond_end, decode_delivery
+from streams.log.protocol import (
+    Delivery,
+    GroupLag,
+    RawMessage,
+    Reader,
+    Tombstone,
+    UnreadMessages,
+    beyond_end,
+    decode_delivery,
+)
 
 logger = structlog.get_logger()
 
@@ -731,16 +740,20 @@ class KafkaTransactor:
         self._codec = codec
         self._producer = self._initialise()
 
-    def commit(self, events: Sequence[Event], reader: Reader) -> None:
+    def commit(self, events: Sequence[Event], reader: Reader, tombstones: Sequence[Tombstone] = ()) -> None:
         assert isinstance(reader, KafkaReader)
         # before the transaction begins: an event that cannot be written must not leave one open
         for event in events:
             self._guard.write(type(event))
+        for tombstone in tombstones:
+            self._guard.write_bytes(tombstone.topic)
         messages = [(topic_of(event), event, self._codec.encode(event)) for event in events]
         try:
             self._producer.begin_transaction()
             for topic, event, value in messages:
                 self._produce(self._connection.name(topic.name), value, topic.key(event).encode())
+            for tombstone in tombstones:
+                self._produce(self._connection.name(tombstone.topic), None, tombstone.key)
             self._producer.send_offsets_to_transaction(reader.offsets(), reader.group_metadata(), ASK_SECONDS)
             self._producer.commit_transaction()
         except KafkaException as error:
@@ -773,7 +786,7 @@ class KafkaTransactor:
             "metadata.recovery.strategy": "none",
         }
 
-    def _produce(self, topic: str, value: bytes, key: bytes) -> None:
+    def _produce(self, topic: str, value: bytes | None, key: bytes) -> None:
         while True:
             try:
                 self._producer.produce(topic, value, key)

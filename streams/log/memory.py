@@ -14,13 +14,23 @@ from schemas.events import Address, Event, Position
 from schemas.ids import now_microseconds
 from schemas.topics import TOPICS, topic_of
 from streams.log.partitioner import partition_of
-from streams.log.protocol import Delivery, GroupLag, RawMessage, Reader, UnreadMessages, beyond_end, decode_delivery
+from streams.log.protocol import (
+    Delivery,
+    GroupLag,
+    RawMessage,
+    Reader,
+    Tombstone,
+    UnreadMessages,
+    beyond_end,
+    decode_delivery,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
     key: bytes
-    value: bytes
+    value: bytes | None
+    "None = a tombstone"
     timestamp_milliseconds: int
 
 
@@ -44,7 +54,7 @@ class MemoryLog:
     def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
         self._store(topic, key or b"", value)
 
-    def _store(self, topic: str, key: bytes, value: bytes) -> Address:
+    def _store(self, topic: str, key: bytes, value: bytes | None) -> Address:
         count = sum(1 for name, _ in self._partitions if name == topic)
         partition = partition_of(key, count)
         with self._changed:
@@ -95,7 +105,7 @@ class MemoryLog:
             except (KeyError, IndexError) as error:
                 raise LookupError("no event at one of the addresses") from error
         pairs = zip(stored, addresses, strict=True)
-        return [self.codec.decode(message.value, address.topic) for message, address in pairs]
+        return [self.codec.decode(message.value or b"", address.topic) for message, address in pairs]
 
     def group_lags(self, group: str, topics: Sequence[str]) -> dict[str, GroupLag]:
         with self._changed:
@@ -127,7 +137,7 @@ class MemoryLog:
             counts: dict[str, int] = dict.fromkeys(topics, 0)
             for (topic, _), messages in self._partitions.items():
                 if topic in counts:
-                    counts[topic] += len(messages)
+                    counts[topic] += sum(message.value is not None for message in messages)
             return counts
 
     def make_topics(self) -> None:
@@ -175,7 +185,14 @@ class MemoryLog:
         with self._changed:
             return {place: len(self._partitions[place]) for place in places}
 
-    def commit_transaction(self, name: str, epoch: int, events: Sequence[Event], reader: "MemoryReader") -> None:
+    def commit_transaction(
+        self,
+        name: str,
+        epoch: int,
+        events: Sequence[Event],
+        reader: "MemoryReader",
+        tombstones: Sequence[Tombstone] = (),
+    ) -> None:
         encoded = [(event, self.codec.encode(event)) for event in events]  # what cannot be encoded must not half-commit
         with self._changed:
             if self._epochs[name] != epoch:
@@ -183,6 +200,8 @@ class MemoryLog:
             for event, value in encoded:
                 topic = topic_of(event)
                 self._store(topic.name, topic.key(event).encode(), value)
+            for tombstone in tombstones:
+                self._store(tombstone.topic, tombstone.key, None)
             reader.commit()
 
 
@@ -217,6 +236,7 @@ class MemoryReader:
         deliveries = [
             decode_delivery(self._log.codec, address, stored.key, stored.value, unknown_ids, self._run_id)
             for address, stored in fetched
+            if stored.value is not None  # a tombstone says that something was removed; it is no event
         ]
         for address, _ in fetched:
             self._next[address.topic, address.partition] = address.offset + 1
@@ -263,9 +283,9 @@ class MemoryTransactor:
         self._name = name
         self._epoch = epoch
 
-    def commit(self, events: Sequence[Event], reader: Reader) -> None:
+    def commit(self, events: Sequence[Event], reader: Reader, tombstones: Sequence[Tombstone] = ()) -> None:
         assert isinstance(reader, MemoryReader)
-        self._log.commit_transaction(self._name, self._epoch, events, reader)
+        self._log.commit_transaction(self._name, self._epoch, events, reader, tombstones)
 
     def close(self) -> None:
         """Nothing to let go of."""

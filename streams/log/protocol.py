@@ -65,6 +65,14 @@ class RawMessage:
     "None = a tombstone: what had this key was removed"
 
 
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """Removes what has this key from a topic that keeps the newest message of a key. No reader delivers it."""
+
+    topic: str
+    key: bytes
+
+
 class Reader(Protocol):
     """Reads topics from somewhere on. Order holds per partition. Aborted transactions are never seen."""
 
@@ -96,9 +104,9 @@ class Reader(Protocol):
 class Transactor(Protocol):
     """Appends that become visible together with the consumed positions, or not at all (KIP-447)."""
 
-    def commit(self, events: Sequence[Event], reader: Reader) -> None:
-        """Writes events and the reader's positions as one. Raises Fenced when another instance took over, LogBroken when
-        this process cannot go on: both end it. Any other failure is LogUnavailable: the transaction was aborted, or it ended
+    def commit(self, events: Sequence[Event], reader: Reader, tombstones: Sequence[Tombstone] = ()) -> None:
+        """Writes events, tombstones and the reader's positions as one. Raises Fenced when another instance took over, LogBroken
+        when this process cannot go on: both end it. Any other failure is LogUnavailable: the transaction was aborted, or it ended
         in doubt, whole or not at all: read back what is on the log and go on from there."""
 
     def close(self) -> None: ...

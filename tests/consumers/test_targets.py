@@ -1,14 +1,17 @@
 """Which version the servers should serve, from the log alone."""
 
 import msgspec
+import structlog
 
 from consumers.weights_files import digest_of
-from consumers.weights_to_vllm import VERSIONS_KEPT, Hold, TargetReader, Targets, advance
+from consumers.weights_to_vllm import VERSIONS_KEPT, TargetReader, Targets, advance
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.events import Command, ControlIssued, Event, Meta, Probe, WeightsFile, WeightsLoaded, WeightsPublished
 from schemas.registry import MemoryRegistry
 from streams.log.memory import MemoryLog
+from streams.log.weights import removal_of, versions_on_log, weights_on_log
+from streams.rules.holds import Hold
 from tests.consumers.synthetic_run import run_of
 
 RUN = run_of(steps=1, demonstrations=1)
@@ -132,6 +135,28 @@ def test_a_restart_reads_on_from_the_snapshot_and_looks_up_what_is_held_and_was_
     assert wanted.version == 3
     log._partitions["snapshots", 0].clear()
     assert following(log).targets == third.targets, "without a snapshot the whole run is read"
+
+
+def test_a_held_version_that_was_removed_is_told_and_not_served() -> None:
+    """The broker still has it, until it compacts the topic; its files may be gone already."""
+    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    for version in range(50):
+        log.append(of_run(published(version)))
+    removed, kept = weights_on_log(log, RUN, 3), weights_on_log(log, RUN, 4)
+    assert (removed, kept) == (of_run(published(3)), of_run(published(4)))
+    reader = log.reader(["batches"], "g")
+    log.transactor("t").commit([], reader, [removal_of(RUN, 3)])
+    assert versions_on_log(log, RUN) == set(range(50)) - {3}
+    assert weights_on_log(log, RUN, 3) is None
+    assert weights_on_log(log, msgspec.structs.replace(RUN, run_id="another"), 4) is None
+    log.append(of_run(control("hold", 3, "evaluation")))
+    with structlog.testing.capture_logs() as told:
+        found = following(log)
+    assert found.targets.holds == ()
+    assert found.targets.wanted() == of_run(published(49))
+    ((said,),) = [[line for line in told if line["event"] == "held_version_is_gone"]]
+    assert (said["log_level"], said["version"], said["held_by"]) == ("error", 3, ["evaluation"])
+    assert "versions_kept" in said["remedy"]
 
 
 def test_the_digest_of_a_version_rests_on_names_and_contents_alone() -> None:

@@ -25,7 +25,7 @@ from streams.hops.groups_to_batches import CutGroups
 from streams.log.connect import open_log
 from streams.log.kafka import KafkaLog
 from streams.log.memory import MemoryLog
-from streams.log.protocol import Delivery, Log, Reader, UnreadMessages
+from streams.log.protocol import Delivery, Log, Reader, Tombstone, UnreadMessages
 from tests.flow.synthetic import groups, rollout
 
 OpenLog = Callable[[], Log]
@@ -361,19 +361,19 @@ def test_a_spilled_event_of_another_run_is_passed_over_without_its_blob(
         everything(log.reader(["messages"], start=start))
 
 
-def test_a_tombstone_is_no_message_for_a_reader_of_one_run_either(kafka_run: Run, run_id: str) -> None:
-    log = open_log(kafka_run)
-    start = log.end_positions(["weights"])
-    log._open_producer().produce("weights", None, f"{run_id}:0".encode())
-    log.flush()
-    for of_run in (None, run_id):
-        reader = log.reader(["weights"], start=start, run_id=of_run)
-        deliveries: list[Delivery] = []
-        while not reader.caught_up():
-            deliveries += reader.poll(1000, 1.0)
-        assert [d for d in deliveries if d.key == f"{run_id}:0".encode()] == []
-        reader.close()
-    log.close()
+def test_a_tombstone_is_written_with_the_transaction_and_delivered_to_nobody(opened: OpenLog, run_id: str) -> None:
+    log, key = opened(), f"{run_id}:0".encode()
+    start, before = log.end_positions(["weights"]), log.count(["weights"])["weights"]
+    reader = log.reader(["messages"], f"group-{run_id}", alone=True)
+    first, second = log.transactor(f"writer-{run_id}"), opened().transactor(f"writer-{run_id}")
+    with pytest.raises(Fenced):
+        first.commit([], reader, [Tombstone("weights", b"of a transaction that is not committed")])
+    second.commit([_group_completed(run_id)], reader, [Tombstone("weights", key)])
+    reader.close()
+    assert [(m.key, m.value) for m in log.messages(["weights"], start)] == [(key, None)]
+    assert log.count(["weights"])["weights"] == before
+    for of_run in (None, run_id, "another"):
+        assert everything(opened().reader(["weights"], start=start, run_id=of_run)) == []
 
 
 def test_unread_is_as_old_as_the_oldest_message_that_is_not_committed(opened: OpenLog, run_id: str) -> None:

@@ -284,7 +284,7 @@ NOT_IN_A_SHORT_RUN = {
     "rollouts": {"read tasks", "read messages", "read runs", "write AgentMessaged", "write EventRejected"},
     "streams": {"write EventRejected"},
     "cut": {"read runs", "write SnapshotTaken", "write EventRejected"},
-    "trainer": {"read runs", "write SnapshotTaken"},
+    "trainer": {"read runs", "read control", "write SnapshotTaken"},  # control: with versions_kept
     "reloader": {"write SnapshotTaken"},
     "traces": {"write EventRejected"},
     "operator": {"write TaskSubmitted", "write ControlIssued"},

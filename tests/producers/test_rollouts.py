@@ -26,7 +26,7 @@ from schemas.packed import unpack_tokens
 from schemas.run import Run
 from streams.log.memory import MemoryLog
 from streams.rules.dead_letter import TooManyRejects
-from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted
+from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted, tokenizer_json
 from tests.producers.test_policy import GOOD, server
 from tests.producers.test_scheduler import cancel
 
@@ -347,3 +347,16 @@ def test_a_log_that_fails_ends_the_worker(field: Field) -> None:
 class _BrokenLog(MemoryLog):
     def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
         raise LogUnavailable("the broker is gone")
+
+
+def test_the_tokenizer_of_a_version_that_was_removed_is_taken_from_the_next(tmp_path: Path) -> None:
+    field = Field(tmp_path)
+    removed = published(0, field.blobs)
+    lost = msgspec.structs.replace(removed.files[0], sha256="0" * 64, uri=f"{field.blobs.url}/00/{'0' * 64}")
+    removed = msgspec.structs.replace(removed, files=[lost])
+    field.log.append(removed)
+    with pytest.raises(LogUnavailable, match="the tokenizer of this run cannot be read"):
+        rollouts._chat_files(field.run, field.log, field.blobs, threading.Event())
+    field.log.append(published(1, field.blobs))
+    found = rollouts._chat_files(field.run, field.log, field.blobs, threading.Event())
+    assert found == {"tokenizer.json": tokenizer_json()}

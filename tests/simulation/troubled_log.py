@@ -10,7 +10,7 @@ from schemas.codec import Codec
 from schemas.events import Address, Event, Position
 from schemas.topics import topic_of
 from streams.log.memory import MemoryLog, MemoryReader, MemoryTransactor
-from streams.log.protocol import Delivery, GroupLag, RawMessage, Reader, UnreadMessages
+from streams.log.protocol import Delivery, GroupLag, RawMessage, Reader, Tombstone, UnreadMessages
 
 
 class Killed(BaseException):
@@ -176,11 +176,11 @@ class TroubledTransactor:
         self._fate = fate
         self._beneath = beneath
 
-    def commit(self, events: Sequence[Event], reader: Reader) -> None:
+    def commit(self, events: Sequence[Event], reader: Reader, tombstones: Sequence[Tombstone] = ()) -> None:
         assert isinstance(reader, TroubledReader)
         self._fate.may_kill()
         reader.in_transaction = True
-        self._beneath.commit(events, reader)
+        self._beneath.commit(events, reader, tombstones)
         reader.in_transaction = False
         self._fate.may_kill()
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from deploy.operate.sweep import sweep
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import Fenced, LogBroken, LogUnavailable
@@ -17,6 +18,8 @@ from schemas.events import (
     Address,
     BatchCut,
     BatchMember,
+    Command,
+    ControlIssued,
     Event,
     Meta,
     Position,
@@ -31,10 +34,14 @@ from schemas.packed import token_count, unpack_logprobs, unpack_tokens
 from schemas.registry import MemoryRegistry
 from schemas.run import JobSettings, LogSettings, Run
 from streams.log.memory import MemoryLog, MemoryReader
+from streams.log.protocol import Tombstone
+from streams.log.weights import WeightsState, versions_on_log, weights_state
+from streams.rules.holds import Hold
 from tests.trainer.episodes import assembled, played
 from trainer.config import GrpoSettings, ModelSettings, SftSettings, TrainerSettings
 from trainer.engines.torch_engine import TorchEngine
 from trainer.loop import BatchOutOfOrder, train
+from trainer.retention import surplus
 
 DEMONSTRATIONS = 12
 SETTINGS = TrainerSettings(
@@ -375,11 +382,18 @@ class FailingLog(MemoryLog):
 
     attempts = 0
 
-    def commit_transaction(self, name: str, epoch: int, events: Sequence[Event], reader: MemoryReader) -> None:
+    def commit_transaction(
+        self,
+        name: str,
+        epoch: int,
+        events: Sequence[Event],
+        reader: MemoryReader,
+        tombstones: Sequence[Tombstone] = (),
+    ) -> None:
         self.attempts += 1
         if self.attempts % 2:
             raise LogUnavailable("the transaction was aborted")
-        super().commit_transaction(name, epoch, events, reader)
+        super().commit_transaction(name, epoch, events, reader, tombstones)
 
 
 def test_an_aborted_transaction_is_taken_again_from_the_same_base(
@@ -393,3 +407,136 @@ def test_an_aborted_transaction_is_taken_again_from_the_same_base(
     assert field.digests() == uninterrupted
     assert isinstance(field.log, FailingLog)
     assert field.log.attempts == 10
+
+
+KEEPING_TWO = msgspec.structs.replace(SETTINGS, versions_kept=2)
+
+
+def on_log(field: Field) -> set[int]:
+    return versions_on_log(field.log, field.run)
+
+
+def control(field: Field, command: Command, version: int, session: str = "evaluation", run_id: str = "run") -> None:
+    meta = Meta(
+        id=f"{command}-{version}-{session}",
+        run_id=run_id,
+        session_id=session,
+        category="control",
+        topic="control",
+        sender="feeder",
+        timestamp=1,
+    )
+    field.log.append(ControlIssued(meta=meta, command=command, version=version, requested_by="feeder", reason=""))
+
+
+def test_older_versions_are_removed_and_the_weights_stay_the_same(
+    field: Field, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]]
+) -> None:
+    everything(field, tokenizer)
+    with field.training(KEEPING_TWO):
+        field.until_version(4)
+    assert on_log(field) == {3, 4}
+    assert field.digests() == uninterrupted  # of all that were ever published: the log in memory is not compacted
+
+
+@pytest.mark.parametrize("version", [0, 1, 2, 3])
+@pytest.mark.parametrize("spoilt", ["whole", "missing"])
+def test_a_restart_keeps_account_of_versions(
+    field: Field, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]], version: int, spoilt: str
+) -> None:
+    everything(field, tokenizer)
+    field.run = msgspec.structs.replace(
+        field.run, job=msgspec.structs.replace(field.run.job, steps=max(1, version - 1))
+    )
+    with field.training(KEEPING_TWO):
+        field.until_version(version)
+    if spoilt == "missing":
+        field.log._partitions["snapshots", 0].clear()
+    field.run = msgspec.structs.replace(field.run, job=msgspec.structs.replace(field.run.job, steps=3))
+    with field.training(KEEPING_TWO):
+        field.until_version(4)
+    assert on_log(field) == {3, 4}
+    assert [number for number, _ in field.digests()] == [0, 1, 2, 3, 4]
+
+
+def test_a_held_version_stays_until_it_is_released(field: Field, tokenizer: Tokenizer) -> None:
+    demonstrate(field, tokenizer)
+    for version in (0, 1, 2):
+        control(field, "hold", version, run_id="another")
+    control(field, "hold", 1)
+    control(field, "hold", 1, "another evaluation")
+    control(field, "hold", 2)
+    control(field, "release", 2)
+    for index in range(2):
+        cut(field, tokenizer, index, 1 + index)
+    with field.training(msgspec.structs.replace(SETTINGS, versions_kept=1)):
+        field.until_version(3)
+    assert on_log(field) == {1, 3}
+    control(field, "release", 1)  # of one of the two
+    cut(field, tokenizer, 2, 3)
+    with field.training(msgspec.structs.replace(SETTINGS, versions_kept=1)):
+        field.until_version(4)
+    assert on_log(field) == {1, 4}
+    state = weights_state(field.log, field.run)[1]
+    assert state == WeightsState(version=4, versions=(1, 4), holds=(Hold(1, "another evaluation"),))
+
+
+def test_all_versions_stay_unless_it_is_asked_otherwise_and_that_can_be_asked_later(
+    field: Field, tokenizer: Tokenizer
+) -> None:
+    demonstrate(field, tokenizer)
+    control(field, "hold", 0)
+    for index in range(2):
+        cut(field, tokenizer, index, 1 + index)
+    with field.training():
+        field.until_version(3)
+    assert on_log(field) == {0, 1, 2, 3}
+    assert weights_state(field.log, field.run)[1] == WeightsState(version=3)
+    cut(field, tokenizer, 2, 3)
+    with field.training(KEEPING_TWO):
+        field.until_version(4)
+    assert on_log(field) == {0, 3, 4}
+
+
+def test_an_aborted_transaction_removes_nothing(
+    tmp_path: Path, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.loop._RETRY_SECONDS", 0.0)
+    field = Field(tmp_path, FailingLog(Codec(MemoryRegistry(), Blobs(f"file://{tmp_path}/blobs"))))
+    everything(field, tokenizer)
+    with field.training(KEEPING_TWO):
+        field.until_version(4)
+    assert field.digests() == uninterrupted
+    removed = [message.key for message in field.log.messages(["weights"]) if message.value is None]
+    assert removed == [b"run:0", b"run:1", b"run:2"]
+
+
+def test_a_sweep_frees_what_only_removed_versions_name(field: Field, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Files that a version which stays shares with those that went are kept, and a restart goes on from them."""
+    everything(field, tokenizer)
+    field.run = msgspec.structs.replace(field.run, job=msgspec.structs.replace(field.run.job, steps=2))
+    with field.training(KEEPING_TWO):
+        field.until_version(3)
+    versions = {published.version: published for published in field.weights()}
+    # another run that began with the same version 0
+    meta = msgspec.structs.replace(versions[0].meta, run_id="another")
+    field.log.append(msgspec.structs.replace(versions[0], meta=meta))
+
+    def digests(*numbers: int) -> set[str | None]:
+        return {file.sha256 for number in numbers for file in (*versions[number].files, *versions[number].checkpoint)}
+
+    later = time.time() + 48 * 3600
+    swept = sweep(field.log, field.log.codec, field.blobs, 24.0, later, dry_run=False, tell=lambda line: None)
+    gone = {blob.sha256 for blob in swept.removed}
+    assert gone == digests(1) - digests(0, 2, 3) != set()
+    assert {blob.sha256 for blob in field.blobs.list_stored()} == digests(0, 2, 3)
+    field.run = msgspec.structs.replace(field.run, job=msgspec.structs.replace(field.run.job, steps=3))
+    with field.training(KEEPING_TWO):
+        field.until(lambda: 4 in on_log(field))
+    assert on_log(field) == {3, 4}
+
+
+def test_which_versions_go() -> None:
+    assert surplus({0, 1, 2, 3}, newest=4, kept=2, held={1}) == [0, 2]
+    assert surplus({0, 1, 2, 3, 4}, newest=4, kept=1, held=()) == [0, 1, 2, 3]
+    assert surplus({3}, newest=4, kept=10, held=()) == []
