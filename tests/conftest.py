@@ -1,5 +1,6 @@
 """What many tests need: a real broker and registry, started once and ended with the session."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -28,3 +29,11 @@ def kafka_run(kafka_addresses: LogAddresses) -> Run:
         log=kafka_addresses.log,
         blobs_url=kafka_addresses.blobs_url,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collect_garbage() -> Iterator[None]:
+    """What a module leaves open (a socket, a transport) is an error of that module: without this, the collector reports it in
+    whichever test happens to run when it next starts."""
+    yield
+    gc.collect()

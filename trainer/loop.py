@@ -249,7 +249,7 @@ class _TrainingLoop:
         transactor.commit([taken, published, snapshot], batches, [removal_of(self.run, version) for version in removed])
         self.retention.published(state)
         if removed:
-            _logger.info("removed", versions=removed)
+            _logger.info("versions_removed", versions=removed)
 
     def _newest(self) -> WeightsPublished | None:
         """Raises LogBroken when the version of the newest snapshot is not on the log."""

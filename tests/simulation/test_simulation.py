@@ -236,7 +236,7 @@ def test_a_lost_fact_is_noticed() -> None:
     simulated = simulate(1)
     partitions = simulated.log._partitions
     lost = next(messages for (topic, _), messages in partitions.items() if topic == "rewards" and messages)
-    ids = [simulated.log.codec.decode(message.value).meta.id for message in lost]
+    ids = [simulated.log.codec.decode(message.value or b"").meta.id for message in lost]
     lost[:] = [message for message, id_ in zip(lost, ids, strict=True) if id_ != ids[-1]]  # with its repetitions
     with pytest.raises(AssertionError, match="rewards"):
         check(simulated)
