@@ -257,7 +257,7 @@ def closing_text(folder: RunFolder) -> str:
         '  make run ARGS="--seed 1 --exit"                     the same job from another seed\n'
         "  replayground runs                                   all runs of the field, past and present\n"
         '  replayground sql "SELECT run_id, type, count() FROM events GROUP BY ALL"   a question to all of them\n'
-        "  cp deploy/config/stockroom.toml my.toml             change the job, then: replayground run my.toml\n"
+        "  replayground init my_job                            a job of your own that runs as it is\n"
         "  examples/                                           a task set, a tool and a scorer of one's own"
     )
 

@@ -10,7 +10,12 @@ import pytest
 from deploy.sources import OWN_PACKAGES
 
 PROJECT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted(path for path in (PROJECT / "examples").rglob("*") if path.suffix in (".py", ".toml"))
+EXAMPLES = sorted(
+    path
+    for folder in ("examples", "deploy/templates")
+    for path in (PROJECT / folder).rglob("*")
+    if path.suffix in (".py", ".toml")
+)
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 PRIVATE = {*OWN_PACKAGES, "tests", "bench"} - {"replayground"}
 _BLOCK = re.compile(r"^```(?:python|pycon|py)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import count
 
-from sandboxes.tools.tool import ToolError, tool
-from schemas.events import Task, TrajectoryAssembled
-from schemas.job import Score
+from replayground import Score, Task, ToolError, TrajectoryAssembled, tool
 
 WORDS = {
     "train": ("banana", "cherry", "papaya", "pepper", "carrot", "potato", "tomato", "celery"),

@@ -3,7 +3,7 @@
 from itertools import islice
 from pathlib import Path
 
-from schemas.job import load_job
+from replayground import load_job
 
 JOB = load_job(str(Path(__file__).with_name("job.py")))
 
