@@ -10,12 +10,8 @@ import pytest
 from deploy.sources import OWN_PACKAGES
 
 PROJECT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted(
-    path
-    for folder in ("examples", "deploy/templates")
-    for path in (PROJECT / folder).rglob("*")
-    if path.suffix in (".py", ".toml")
-)
+EXAMPLES = sorted(path for path in (PROJECT / "examples").rglob("*") if path.suffix in (".py", ".toml"))
+TEMPLATES = sorted((PROJECT / "deploy" / "templates").rglob("*.py"))
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 PRIVATE = {*OWN_PACKAGES, "tests", "bench"} - {"replayground"}
 _BLOCK = re.compile(r"^```(?:python|pycon|py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -28,6 +24,11 @@ def test_an_example_is_short_and_imports_the_public_api_alone(path: Path) -> Non
     assert len(text.splitlines()) < 60
     if path.suffix == ".py":
         assert [name for name in _imported(text) if not _is_public(name)] == []
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_a_new_job_imports_the_public_api_alone(path: Path) -> None:
+    assert [name for name in _imported(path.read_text()) if not _is_public(name)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(PROJECT)))
