@@ -16,9 +16,9 @@ from confluent_kafka.cimpl import NewTopic
 from schemas.blobs import Blobs
 from schemas.codec import EVENT_BYTES_MAX, Codec
 from schemas.errors import Fenced, LogBroken, LogUnavailable
-from schemas.events import Address, Event, Position, ToolObserved
+from schemas.events import Address, Event, Meta, Position, Probe, ToolObserved, WeightsPublished
 from schemas.registry import MemoryRegistry
-from schemas.run import Run
+from schemas.run import JobSettings, LogSettings, Run
 from streams.driver import Driver
 from streams.hops.flow import hops
 from streams.hops.groups_to_batches import CutGroups
@@ -26,6 +26,7 @@ from streams.log.connect import open_log
 from streams.log.kafka import KafkaLog
 from streams.log.memory import MemoryLog
 from streams.log.protocol import Delivery, Log, Reader, Tombstone, UnreadMessages
+from streams.log.weights import removal_of, versions_on_log, weights_on_log
 from tests.flow.synthetic import groups, rollout
 
 OpenLog = Callable[[], Log]
@@ -374,6 +375,35 @@ def test_a_tombstone_is_written_with_the_transaction_and_delivered_to_nobody(ope
     assert log.count(["weights"])["weights"] == before
     for of_run in (None, run_id, "another"):
         assert everything(opened().reader(["weights"], start=start, run_id=of_run)) == []
+
+
+def test_a_version_is_on_the_log_until_its_tombstone(opened: OpenLog, run_id: str) -> None:
+    log = opened()
+    start = tuple(log.end_positions(["weights"]))
+    run = Run(run_id=run_id, seed=0, job=JobSettings(), log=LogSettings(), blobs_url="memory://", start=start)
+    versions = [_weights(name, version) for name in (run_id, f"{run_id}:1", "other") for version in range(3)]
+    _append_all(log, list(versions))
+    assert versions_on_log(log, run) == {0, 1, 2}
+    reader = log.reader(["messages"], f"group-{run_id}", alone=True)
+    log.transactor(f"writer-{run_id}").commit([], reader, [removal_of(run, 1)])
+    reader.close()
+    assert versions_on_log(log, run) == {0, 2}
+    assert [weights_on_log(log, run, version) for version in range(4)] == [versions[0], None, versions[2], None]
+
+
+def _weights(run_id: str, version: int) -> Event:
+    return WeightsPublished(
+        meta=Meta(
+            id=f"{run_id}-{version}", run_id=run_id, category="weights", topic="weights", sender="t", timestamp=0
+        ),
+        version=version,
+        base_version=None,
+        kind="full",
+        files=[],
+        checkpoint=[],
+        batches=[],
+        probe=Probe(tokens=b"", logprobs=b""),
+    )
 
 
 def test_unread_is_as_old_as_the_oldest_message_that_is_not_committed(opened: OpenLog, run_id: str) -> None:
