@@ -262,8 +262,11 @@ class HopProcessor:
         Rebalanced."""
         address = Address(self._plain(message.topic), message.partition, message.offset)
         unknown_ids: set[int] = set()  # it was on the log before the first question
-        decode = partial(decode_delivery, self._codec, address, message.key, message.value, unknown_ids, self._run_id)
-        if not self._needs_blob(message.value, unknown_ids):
+        value = (
+            message.value or b""
+        )  # without a value it is rejected as what cannot be read is, instead of ending the worker
+        decode = partial(decode_delivery, self._codec, address, message.key, value, unknown_ids, self._run_id)
+        if not self._needs_blob(value, unknown_ids):
             return decode()
         tenure = self._app.consumer.tenure
         delivery = await asyncio.to_thread(decode)
@@ -271,8 +274,8 @@ class HopProcessor:
             raise Rebalanced(f"partitions were taken away while the blob of {address} was read")
         return delivery
 
-    def _needs_blob(self, value: bytes | None, unknown_ids: set[int]) -> bool:
-        spilled = None if value is None else self._codec.spilled(value, unknown_ids)
+    def _needs_blob(self, value: bytes, unknown_ids: set[int]) -> bool:
+        spilled = self._codec.spilled(value, unknown_ids)
         return spilled is not None and spilled.run_id in (None, self._run_id)
 
     def _take(self, cause: Any, delivery: Delivery) -> None:

@@ -17,7 +17,7 @@ from faust.types import TP
 from schemas.blobs import Blobs
 from schemas.codec import Codec
 from schemas.errors import LogBroken
-from schemas.events import BatchCut, Event
+from schemas.events import Address, BatchCut, Event, EventRejected
 from schemas.metrics import ProgramMetrics
 from schemas.registry import MemoryRegistry
 from schemas.run import JobSettings, Run
@@ -176,3 +176,21 @@ def test_a_message_that_was_never_delivered_ends_the_worker(run: Run, messages: 
         asyncio.run(take(0, 0, 2))
     with pytest.raises(LogBroken, match="was delivered after offset 0"):
         asyncio.run(take(1, 3))
+
+
+def test_a_message_without_a_value_is_rejected(run: Run, tmp_path: Path) -> None:
+    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+
+    async def take() -> None:
+        settings = StreamsSettings(state_folder=str(tmp_path), hops=("score",))
+        streams = app.make_app(run, settings, log, asyncio.get_running_loop().create_future())
+        processor = app.HopProcessor(streams, ScoreTrajectories({}), log.codec, run.run_id, settings, ProgramMetrics())
+        processor.expect({TP("trajectories", 0): 0})
+        message = SimpleNamespace(topic="trajectories", partition=0, offset=0, key=b"k", value=None)
+        processor._take(SimpleNamespace(message=message), await processor._decode(message))
+        streams.facts.flush()
+
+    asyncio.run(take())
+    (reject,) = events_of(log, run.run_id, "dead-letters")
+    assert isinstance(reject, EventRejected)
+    assert (reject.origin, reject.original) == (Address("trajectories", 0, 0), b"")
