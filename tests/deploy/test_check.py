@@ -1,6 +1,5 @@
 """A job that cannot be practised is refused before anything is started, with file, line and remedy of every mistake."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -281,7 +280,5 @@ def test_check_in_a_terminal_of_40_columns(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "mine.py").write_text(MODULE.replace('toolset=["double"]', 'toolset=["duoble"]'))
     (tmp_path / "job.toml").write_text(CONFIG)
     terminal = Terminal(tmp_path, "check", "job.toml")
-    _, status = os.waitpid(terminal.pid, 0)
-    shown = terminal.shown()
-    assert os.waitstatus_to_exitcode(status) == 2, shown
-    assert "1 mistake; nothing was started" in shown
+    assert terminal.exit_code() == 2, terminal.shown()
+    assert "1 mistake; nothing was started" in terminal.shown()
