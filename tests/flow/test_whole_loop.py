@@ -279,12 +279,8 @@ def test_the_report_opens_offline(practised: Practised) -> None:
 
 NOT_IN_A_SHORT_RUN = {
     "feeder": {"write SnapshotTaken"},
-    "scheduler": {
-        "write SnapshotTaken",
-        "write RolloutStarted",
-        "write RolloutEnded",
-        "write GroupCompleted",
-    },  # of groups that a refusal left open  # members that are given up
+    # members that are given up, and groups that a refusal left open
+    "scheduler": {"write SnapshotTaken", "write RolloutStarted", "write RolloutEnded", "write GroupCompleted"},
     # tasks: worlds of more than 256 bytes, which this job has none of
     "rollouts": {"read tasks", "read messages", "read runs", "write AgentMessaged", "write EventRejected"},
     "streams": {"write EventRejected"},
