@@ -18,7 +18,7 @@ from schemas.run import LogSettings, Run
 from streams.log.connect import open_log
 from tests.flow.synthetic import groups
 from tests.torture.kills import Verdict, example_job, judged, kill_until_finished
-from tests.torture.oracle import Batches, PartitionComparison, compared, events_of, judged_batches, undisturbed
+from tests.torture.oracle import Batches, FactComparison, compared, events_of, judged_batches, undisturbed
 from tests.torture.programs import Program, cut_program, streams_program
 from tests.torture.progress import tell
 from tests.torture.running import running
@@ -72,7 +72,7 @@ class Flowed:
 
     kills: int
     messages: int
-    facts: PartitionComparison
+    facts: FactComparison
     batches: Batches
     groups_left: int
     "that were completed, teach something, fill a batch and are in none"

@@ -13,7 +13,7 @@ from streams.log.kafka import KafkaLog
 from streams.log.protocol import Log
 from tests.flow.synthetic import groups
 from tests.torture.fuzz import INPUT_TOPICS, harmless, names_another
-from tests.torture.oracle import PartitionComparison, append, compared, events_of, undisturbed
+from tests.torture.oracle import FactComparison, append, compared, events_of, undisturbed
 from tests.torture.programs import Program, cut_program, streams_program
 from tests.torture.scenario import GROUPS_PER_BATCH, kill_all, lag_of, taught_by, troubled_run
 from tests.torture.stopping import await_that
@@ -32,7 +32,7 @@ class FuzzedPrograms:
     unreadable: int
     "messages that cannot be read and name no other run"
     unaddressed: int
-    facts: PartitionComparison
+    facts: FactComparison
     batches: int
     fallen: int
     "programs that did not live to the end"

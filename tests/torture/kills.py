@@ -20,7 +20,7 @@ from schemas.job import load_job
 from schemas.run import Run
 from streams.log.connect import open_log
 from streams.log.protocol import Log
-from tests.torture.oracle import Batches, PartitionComparison, compared, events_of, judged_batches, undisturbed
+from tests.torture.oracle import Batches, FactComparison, compared, events_of, judged_batches, undisturbed
 from tests.torture.progress import tell
 from tests.torture.running import PROJECT, Running, running
 
@@ -36,7 +36,7 @@ class Verdict:
     kills: Counter[str]
     seconds: float
     messages: int
-    facts: PartitionComparison
+    facts: FactComparison
     batches: Batches
     batches_wanted: int
     versions: int

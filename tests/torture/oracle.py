@@ -20,7 +20,7 @@ DERIVED_TOPICS = ("trajectories", "attempts", "rewards", "groups")
 
 
 @dataclass(frozen=True)
-class PartitionComparison:
+class FactComparison:
     """The facts of a log beside those that follow from its messages."""
 
     lost: int
@@ -87,11 +87,11 @@ def undisturbed(messages: Iterable[Event], run_id: str, scorers: Sequence[Scorer
     return log
 
 
-def compared(log: Log, quiet: Log, run_id: str, topics: Sequence[str] = DERIVED_TOPICS) -> PartitionComparison:
+def compared(log: Log, quiet: Log, run_id: str, topics: Sequence[str] = DERIVED_TOPICS) -> FactComparison:
     """The facts of a run on these topics of a log, beside those of an undisturbed one."""
     found = Counter(event.meta.id for event in events_of(log, run_id, *topics))
     wanted = {event.meta.id for event in events_of(quiet, run_id, *topics)}
-    return PartitionComparison(
+    return FactComparison(
         lost=len(wanted - found.keys()), foreign=len(found.keys() - wanted), repeated=found.total() - len(found)
     )
 

@@ -16,7 +16,7 @@ from schemas.events import Event, EventRejected
 from schemas.run import Run
 from streams.log.connect import open_log
 from tests.flow.synthetic import groups
-from tests.torture.oracle import PartitionComparison, compared, events_of, undisturbed
+from tests.torture.oracle import FactComparison, compared, events_of, undisturbed
 from tests.torture.programs import Program, streams_program
 from tests.torture.scenario import flowing, kill_all, lag_of, troubled_run
 from tests.torture.stopping import await_that
@@ -34,7 +34,7 @@ class Stormed:
 
     acts: list[Act]
     messages: int
-    facts: PartitionComparison
+    facts: FactComparison
     refused: int
     "good messages that are on the dead letters"
     lag: int
