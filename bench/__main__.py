@@ -1,9 +1,9 @@
-"""`make bench`: every subject beside its bare part, measured in one run; writes docs/bench.md.
+"""`make bench`: compares every subject with the bare part it is built on, in one run; writes docs/bench.md.
 
 python -m bench [--quick] [SUBJECT …]
 
-The last line printed is JSON: the median of each figure by its name, and under "ranges" [lowest, highest, rounds] of those
-that were measured in several rounds.
+The last line of output is JSON: the median of each figure by name, and under "ranges" [lowest, highest, rounds] of
+those that were measured in several rounds.
 """
 
 import argparse
@@ -26,16 +26,17 @@ _PAGE = Path(__file__).parent.parent / "docs" / "bench.md"
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument(
-        "subjects", nargs="*", metavar="SUBJECT", help=f"one of: {', '.join(SUBJECTS)}; all if none is named"
+        "subjects", nargs="*", metavar="SUBJECT", help=f"one of: {', '.join(SUBJECTS)}; all if left out"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="about a minute; figures are rougher and not written to docs/"
+        "--quick", action="store_true", help="takes about a minute; figures are rougher and not written to docs/"
     )
     arguments = parser.parse_args()
     unknown = [subject for subject in arguments.subjects if subject not in SUBJECTS]
     if unknown:
-        print(f"no benchmark is called {unknown[0]}; there are {', '.join(SUBJECTS)}", file=sys.stderr)
+        print(f"unknown benchmark {unknown[0]}; known ones: {', '.join(SUBJECTS)}", file=sys.stderr)
         return 2
+    # Imported when it is run: each subject has heavy imports of its own.
     figures = {
         subject: importlib.import_module(f"bench.{subject}").measure(arguments.quick)
         for subject in arguments.subjects or SUBJECTS
@@ -47,7 +48,7 @@ def main() -> int:
 
 
 def summary(figures: dict[str, dict[str, Figure]]) -> str:
-    """One line of JSON: the medians, and the ranges of what was measured more than once."""
+    """One line of JSON: the medians, and the ranges of figures that were measured more than once."""
     named = [(name, found) for subject in figures.values() for name, found in subject.items()]
     assert len(dict(named)) == len(named), "two figures have the same name"
     ranges = {name: [found.low, found.high, found.rounds] for name, found in named if found.rounds > 1}
@@ -55,7 +56,7 @@ def summary(figures: dict[str, dict[str, Figure]]) -> str:
 
 
 def page_with(page: str, figures: dict[str, dict[str, Figure]], now: datetime) -> str:
-    """The page with these figures; what it says of other subjects stays."""
+    """The page with these figures. Rows of subjects that were not measured stay as they are."""
     rows: dict[str, list[str]] = defaultdict(list)
     for line in page.splitlines():
         if line.startswith(tuple(f"| {subject} |" for subject in SUBJECTS if subject not in figures)):
@@ -67,7 +68,7 @@ def page_with(page: str, figures: dict[str, dict[str, Figure]], now: datetime) -
             "# Measured by `make bench`",
             "",
             f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.",
-            "A value is the median of several rounds with their range, `median (lowest–highest of N)`; without it, one round.",
+            "A value is the median of several rounds, `median (lowest–highest of N)`; without a range, of one round.",
             "Ratios are to the bare part in the same run: 1 means as fast as the part alone. Rates are only for scale.",
             "",
             "| subject | figure | value | on |",

@@ -1,9 +1,10 @@
-"""Runs that need not end: what a restart costs after ever more ended trajectories of one run (P13).
+"""Runs without an end: what a restart costs after more and more ended trajectories of one run (P13).
 
-One run goes on and on (bench.practice). After so many ended trajectories its programs are killed and started again one after
-another, each with work waiting for it: seconds from its start (after its imports) to the first event it writes, its memory at
-that moment, and the size of the state it went on from. The streams lose their state folder too. Between the rounds of one
-size the run goes on for a batch and for what was waiting, some 2,500 trajectories, so that each round finds the same work.
+One run continues (bench.practice). At each size, a number of ended trajectories, its programs are killed and restarted
+one after another, each with work waiting. Measured: seconds from the start (after imports) to the first event written,
+memory at that moment, and the size of the state that was restored. The streams also lose their state folder. Between
+the rounds of one size the run continues for a batch and for what was waiting, some 2,500 trajectories, so that each
+round finds the same work.
 """
 
 import shutil
@@ -29,23 +30,23 @@ from bench.practice import (
     settings_of,
 )
 from bench.rounds import Figure, figure, growth, worst
-from deploy.local.stack import LogAddresses, local_log
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import SnapshotTaken, WeightsPublished
-from schemas.registry import ConfluentRegistry
-from schemas.run import Run
-from streams.config import StreamsSettings
-from streams.log.kafka import KafkaLog
+from replayground.deploy.local.stack import LogAddresses, local_log
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import SnapshotTaken, WeightsPublished
+from replayground.schemas.registry import ConfluentRegistry
+from replayground.schemas.run import Run
+from replayground.streams.config import StreamsSettings
+from replayground.streams.log.kafka import KafkaLog
 
 _RUN_ID = "endless"
 _TRAJECTORIES_BETWEEN = JOB.groups_per_batch * JOB.group_size
-"a batch: the loop went round once more"
+"a batch, so that every program of the loop has worked once more"
 
 
 @dataclass(frozen=True)
 class Restart:
-    """One program, started again."""
+    """One restart of one program."""
 
     seconds: float
     memory_bytes: int
@@ -54,7 +55,7 @@ class Restart:
 
 @dataclass
 class Endless:
-    """The run, its log, and everything that is running for it."""
+    """The run, its log, and the programs that are running for it."""
 
     run: Run
     log: KafkaLog
@@ -65,40 +66,46 @@ class Endless:
     player: Player | None = None
 
     def go_on(self, ended: Counter, count: int) -> None:
-        """Practises until so many trajectories have ended in all, then until nothing is under way any more."""
+        """Runs until `count` trajectories have ended in all, then until no work is left."""
         self._play()
         started = [self._prepare(name) for name in LOOP]
+        # All are started before any is awaited: their imports run side by side.
         for program in started:
             program.await_ready()
             program.start()
         ended.reach(count, self._require_alive)
-        self.programs["feeder"].kill()  # what it fed is played to the end, so that all programs have nothing to do
+        # Without new tasks the rest is played to the end. Then every program is idle, and restarts begin alike.
+        self.programs["feeder"].kill()
         del self.programs["feeder"]
         ended.settle(self._require_alive)
         self.kill_all()
 
     def restart_all(self) -> dict[str, Restart]:
-        """Each program in the order of the flow: what one writes is the next one's work."""
+        """Restarts each program in the order of the flow: what one writes is the work of the next."""
         restarts = {"feeder": self._restart("feeder", "tasks"), "scheduler": self._restart("scheduler", "rollouts")}
         self._play()
         Counter(self.log, "messages").settle(lambda: None)
         self.kill_all()
+        # The worst case: the state is read back from the changelog topics.
         shutil.rmtree(self.folder / "state")
-        # a group gives the partitions of a killed member to the next one when its session has expired: measured here is what
-        # comes after that, which is the part that could grow
+        # A group keeps the partitions of a killed member until its session expires. That time is constant, so it is
+        # waited out here; measured is what follows, which is the part that could grow.
         time.sleep(StreamsSettings().session_timeout_seconds)
         restarts["streams"] = self._restart("streams", "trajectories")
+        # The cutter needs whole groups to write a batch.
         Counter(self.log, "groups").settle(self._require_alive)
         restarts["cut"] = self._restart("cut", "batches")
         restarts["trainer"] = self._restart("trainer", "steps")
         restarts["reloader"] = self._restart("reloader", None)
         self.kill_all()
+        # The real trainer has published a version in this round: the Player must continue from it.
         self.newest = _newest_weights(self.log, self.run)
         return restarts
 
     def _restart(self, name: str, writes: str | None) -> Restart:
         program = self._prepare(name)
         program.await_ready()
+        # The watch begins before the program: its first event must not be missed.
         self.server.asked.clear()
         watch = None if writes is None else Watch(self.log, self.run, writes)
         began = program.start()
@@ -108,7 +115,7 @@ class Endless:
 
     def _state_bytes(self, name: str) -> dict[str, int]:
         if name == "streams":
-            # of segments only: Kafka makes their indexes far larger than they need to be
+            # Segments only: Kafka allocates index files far larger than their contents.
             segments = self.folder.rglob("*changelog*/*.log")
             return {
                 "table": _size_bytes(self.folder / "state"),
@@ -140,7 +147,7 @@ class Endless:
 
 
 def measure(quick: bool) -> dict[str, Figure]:
-    """Growth from the first size to the last, the worst of all programs; 1 = none, at most 1.2."""
+    """Growth from the first size to the last, of the program where it is worst. 1 = none; the limit is 1.2."""
     if quick:
         return measure_sizes((500, 3_000), rounds=1)
     return measure_sizes((10_000, 100_000, 1_000_000), rounds=3)
@@ -158,10 +165,10 @@ def measure_sizes(sizes: tuple[int, ...], rounds: int) -> dict[str, Figure]:
 
 
 def _restart_rounds(endless: Endless, ended: Counter, rounds: int) -> dict[str, list[Restart]]:
-    """The restarts of each program. A round ends with a full backlog of tasks: it is worked off before the next one,
-    or the feeder would have nothing to write."""
+    """The restarts of each program, by round."""
     found: dict[str, list[Restart]] = defaultdict(list)
     for number in range(rounds):
+        # A round ends with a full backlog of tasks. It is worked off first, or the feeder would have nothing to write.
         if number > 0:
             endless.go_on(ended, ended.count() + _TRAJECTORIES_BETWEEN)
         restarts = endless.restart_all()
@@ -188,6 +195,7 @@ def _growths(first: dict[str, list[Restart]], last: dict[str, list[Restart]]) ->
             growth(state(first[name], kind), state(last[name], kind))
             for name in first
             for kind in first[name][0].state_bytes
+            # A program without snapshots has no state that could grow.
             if min(state(first[name], kind)) > 0
         ),
     }
@@ -237,7 +245,7 @@ def _newest_weights(log: KafkaLog, run: Run) -> WeightsPublished:
 
 
 def _snapshot_bytes(log: KafkaLog, run: Run, program: str) -> int:
-    """Of the newest one as it stands on the log; 0 for a program that takes none."""
+    """Size of the newest snapshot as it is on the log; 0 for a program that takes none."""
     size_bytes = 0
     for message in log.messages(["snapshots"], run.start):
         event = log.codec.decode(message.value, "snapshots") if message.value else None

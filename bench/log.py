@@ -1,4 +1,4 @@
-"""The typed log beside plain confluent-kafka and plain fastavro on the same records."""
+"""The typed log compared with plain confluent-kafka and plain fastavro on the same records."""
 
 import io
 import sys
@@ -17,32 +17,32 @@ import msgspec
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from bench.rounds import Figure, figure
-from deploy.local.stack import LogAddresses, local_log
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import Address, Meta, Sampling, TurnGenerated, VersionSpan
-from schemas.generate import schema_of
-from schemas.ids import derived_id
-from schemas.metrics import ProgramMetrics
-from schemas.packed import pack_logprobs, pack_tokens
-from schemas.registry import ConfluentRegistry
-from schemas.run import JobSettings, LogSettings, Run
-from schemas.topics import PARTITIONS, TOPICS, topic_of
-from streams import app
-from streams.config import StreamsSettings
-from streams.driver import Driver, keep_in_memory
-from streams.hops.flow import hops
-from streams.log.kafka import KafkaLog
-from streams.log.protocol import decode_delivery
-from streams.stage import Stage
+from replayground.deploy.local.stack import LogAddresses, local_log
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Address, Meta, Sampling, TurnGenerated, VersionSpan
+from replayground.schemas.generate import schema_of
+from replayground.schemas.ids import derived_id
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.packed import pack_logprobs, pack_tokens
+from replayground.schemas.registry import ConfluentRegistry
+from replayground.schemas.run import JobSettings, LogSettings, Run
+from replayground.schemas.topics import PARTITIONS, TOPICS, topic_of
+from replayground.streams import app
+from replayground.streams.config import StreamsSettings
+from replayground.streams.driver import Driver, keep_in_memory
+from replayground.streams.hops.flow import hops
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.log.protocol import decode_delivery
+from replayground.streams.stage import Stage
 from tests.flow.synthetic import groups
 
 _ROUNDS = 5
 _RUN_ID = "bench"
 _EVENTS_AT_ONCE = 2000
-"as the driver takes them"
+"as many as the driver takes in one poll"
 _WINDOW_EVENTS = 10_000
-# The settings of streams.log.kafka, so that only what is done around the client differs.
+# The settings of streams.log.kafka, so that only the work around the client differs.
 _PRODUCER = {
     "acks": "all",
     "enable.idempotence": True,
@@ -63,7 +63,8 @@ _CONSUMER = {
 
 
 def turn(number: int, tokens: int) -> TurnGenerated:
-    """A turn of so many tokens, as a worker writes it."""
+    """A turn with this many tokens, as a worker writes it."""
+    # Four turns share a key, as the turns of a rollout do, and all partitions get some.
     trajectory_id = derived_id("bench", number // 4)
     return TurnGenerated(
         meta=Meta(
@@ -94,8 +95,8 @@ def turn(number: int, tokens: int) -> TurnGenerated:
 
 
 def measure(quick: bool) -> dict[str, Figure]:
-    """Ratios of this log to the bare parts; higher is better. cost_growth: 1 = an event costs as much as the first ones.
-    pass_over_to_decode: lower is better."""
+    """Ratios of this log to the bare parts; higher is better. cost_growth: 1 = an event costs as much as the first
+    ones. pass_over_to_decode: lower is better."""
     groups_count = 100 if quick else 4000
     with _log() as (addresses, codec, folder):
         figures = _codec(codec, 300 if quick else 2000)
@@ -110,7 +111,7 @@ def measure(quick: bool) -> dict[str, Figure]:
 
 @contextmanager
 def _log() -> Iterator[tuple[LogAddresses, Codec, Path]]:
-    """A broker and a registry with nothing on them."""
+    """A new broker and registry."""
     with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, local_log(Path(folder)) as addresses:
         codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
         yield addresses, codec, Path(folder)
@@ -133,8 +134,9 @@ def _codec(codec: Codec, count: int) -> dict[str, Figure]:
             buffer.seek(0)
             fastavro.schemaless_reader(buffer, schema, None)
 
-    typed()  # the first one asks the registry
-    # by turns, because the machine is noisy
+    # The first call asks the registry.
+    typed()
+    # Both in every round, one after the other: a slow moment of the machine then slows both.
     return {"codec_typed_to_bare": figure(_seconds(bare) / _seconds(typed) for _ in range(_ROUNDS))}
 
 
@@ -143,7 +145,8 @@ def _broker(addresses: LogAddresses, codec: Codec, count: int) -> dict[str, Figu
     records = [msgspec.to_builtins(event, builtin_types=(bytes,)) for event in events]
     log = KafkaLog(addresses.log, codec)
     producer = Producer({"bootstrap.servers": addresses.log.bootstrap_servers, **_PRODUCER})
-    _bare_produce(producer, records[:1])  # connects, as the next line does
+    # One event each, so that connecting is not measured.
+    _bare_produce(producer, records[:1])
     _typed_produce(log, events[:1])
     produce = [
         (_seconds(lambda: _bare_produce(producer, records)), _seconds(lambda: _typed_produce(log, events)))
@@ -160,8 +163,8 @@ def _broker(addresses: LogAddresses, codec: Codec, count: int) -> dict[str, Figu
 
 
 def pass_over(codec: Codec, count: int) -> dict[str, Figure]:
-    """Seconds that a message of another run costs a reader, beside one that it decodes, both without fetching it from the
-    broker; lower is better."""
+    """What a message of another run costs a reader, as a share of one that it decodes, both without fetching it from
+    the broker. Lower is better."""
     values = [codec.encode(turn(number, 24)) for number in range(count)]
     rounds = [
         _seconds(lambda: _deliver_to(codec, values, "another")) / _seconds(lambda: _deliver_to(codec, values, _RUN_ID))
@@ -176,14 +179,15 @@ def _deliver_to(codec: Codec, values: list[bytes], run_id: str) -> None:
         decode_delivery(codec, address, b"key", value, unknown_ids, run_id)
 
 
-# the driver beside a bare loop
+# the driver compared with a bare loop
 
 
 def _driver(addresses: LogAddresses, codec: Codec, groups_count: int) -> dict[str, Figure]:
-    """All hops by the driver, beside a bare loop that reads, decodes, encodes and writes the same records with the same
-    promise (at least once, flushed after every turn) and applies no rule. Each round has topics of its own."""
+    """All hops run by the driver, compared with a bare loop that reads, decodes, encodes and writes the same records
+    with the same guarantee (at least once, flushed after every pass) and applies no rule."""
     found: list[tuple[float, float]] = []
     for number in range(_ROUNDS):
+        # Topics of its own for each round, so that every round starts with empty ones.
         settings = msgspec.structs.replace(addresses.log, topic_prefix=f"round-{number}.")
         with closing(KafkaLog(settings, codec)) as log:
             log.make_topics()
@@ -191,6 +195,7 @@ def _driver(addresses: LogAddresses, codec: Codec, groups_count: int) -> dict[st
             driver = Driver(log, hops((), "standardised"), _RUN_ID)
             driver_seconds = _seconds(driver.run_until_caught_up)
             driver.close()
+            # After the driver: the bare loop writes copies of the records that the driver wrote.
             bare_seconds = _bare_loop_seconds(settings, log)
             found.append((bare_seconds, driver_seconds))
     return {
@@ -202,7 +207,7 @@ def _driver(addresses: LogAddresses, codec: Codec, groups_count: int) -> dict[st
 
 @dataclass
 class _BareHop:
-    """Reads one topic and writes as many records as the hop that reads it wrote, as these arrived."""
+    """Reads one topic and writes as many records as the hop of that topic wrote, spread evenly over the reads."""
 
     consumer: Consumer
     schemas: "_SchemaById"
@@ -212,12 +217,13 @@ class _BareHop:
     has_written: int = 0
 
     def advance(self, producer: Producer, topic: str) -> bool:
-        """True while there is more to read."""
+        """Polls once. True while there is more to read."""
         if self.has_read == self.to_read:
             return False
         for message in self.consumer.consume(min(_EVENTS_AT_ONCE, self.to_read - self.has_read), 0.05):
             self.schemas.decode(message.value() or b"")
             self.has_read += 1
+            # Cross-multiplied: written / to_write must keep up with read / to_read.
             while self.has_written * self.to_read < len(self.to_write) * self.has_read:
                 self._write(producer, topic, self.to_write[self.has_written])
                 self.has_written += 1
@@ -237,13 +243,14 @@ class _Record:
 
 
 class _SchemaById:
-    """Decodes as fastavro does, with the schema that the wire names."""
+    """Decodes with plain fastavro and the schema that the message names."""
 
     def __init__(self, registry: ConfluentRegistry) -> None:
         self._registry = registry
         self._schemas: dict[bytes, Any] = {}
 
     def schema(self, value: bytes) -> Any:
+        # Confluent's wire format: a zero byte, four bytes of schema id, then the record.
         if value[1:5] not in self._schemas:
             self._schemas[value[1:5]] = fastavro.parse_schema(self._registry.schema_of(int.from_bytes(value[1:5])))
         return self._schemas[value[1:5]]
@@ -255,7 +262,7 @@ class _SchemaById:
 
 
 def _bare_loop_seconds(settings: LogSettings, log: KafkaLog) -> float:
-    """Seconds for what the driver has read and written on this log. The copies go to a topic that nobody reads."""
+    """Seconds to read and write what the driver has read and written on this log."""
     flow = {"messages": ("trajectories", "attempts"), "trajectories": ("rewards",), "rewards": ("groups",)}
     with closing(ConfluentRegistry(settings.registry_url)) as registry:
         schemas = _SchemaById(registry)
@@ -270,7 +277,8 @@ def _bare_loop_seconds(settings: LogSettings, log: KafkaLog) -> float:
         def work() -> None:
             advance = True
             while advance:
-                # every hop has its turn, whatever the first did
+                # A list, not a generator: any() would stop at the first hop that has more to read.
+                # The copies go to a topic that no hop reads.
                 advances = [hop.advance(producer, f"{settings.topic_prefix}tasks") for hop in bare_hops]
                 producer.flush()
                 advance = any(advances)
@@ -295,7 +303,7 @@ def _append_messages(log: KafkaLog, groups_count: int, run_id: str) -> int:
 
 
 def _taken(messages: int) -> int:
-    """Events that the hops take: six messages make a trajectory, which makes a reward."""
+    """Number of events that the hops take: six messages give one trajectory, which gives one reward."""
     return messages + messages // 6 * 2
 
 
@@ -303,16 +311,17 @@ def _taken(messages: int) -> int:
 
 
 def _app(addresses: LogAddresses, codec: Codec, folder: Path, groups_count: int, rounds: int) -> dict[str, Figure]:
-    """The same hops by the Faust app; each round is a run of its own."""
+    """The same hops run by the Faust app. Each round is a run of its own."""
     rates: list[float] = []
     for number in range(rounds):
         with closing(KafkaLog(addresses.log, codec)) as log:
             run = Run(
                 run_id=f"app-{number}",
                 seed=0,
-                job=JobSettings(module="producers.stockroom"),
+                job=JobSettings(module="replayground.producers.stockroom"),
                 log=addresses.log,
                 blobs_url=addresses.blobs_url,
+                # From here on, so that the app does not read the rounds before.
                 start=tuple(log.end_positions([topic.name for topic in TOPICS])),
             )
             events = _taken(_append_messages(log, groups_count, run.run_id))
@@ -327,11 +336,13 @@ def _app_seconds(run: Run, folder: Path, events: int) -> float:
         target=app.run, args=(run, StreamsSettings(state_folder=str(folder)), program_metrics, stop)
     )
     thread.start()
+    # From the first event on: the start of Faust and its first rebalance are not measured.
     while not program_metrics.figures().get("events_read"):
         time.sleep(0.01)
     first, began = program_metrics.figures()["events_read"], time.perf_counter()
     while program_metrics.figures()["events_read"] < events:
         time.sleep(0.01)
+    # Scaled up to all events, since `first` of them were taken before the clock started.
     seconds = (time.perf_counter() - began) * events / (events - first)
     stop.set()
     thread.join()
@@ -342,16 +353,16 @@ def _app_seconds(run: Run, folder: Path, events: int) -> float:
 
 
 def _growth(codec: Codec, events: int) -> dict[str, Figure]:
-    """Processor time of an event in hops that took so many events before, beside hops that begin. They take ten thousand each
-    by turns, so that a slower moment of the machine slows both."""
+    """Processor time of an event in hops that took `events` before, relative to new hops."""
     old = _Flow(codec)
     while old.events < events:
         old.take_window()
+    # Old and new take a window each in turn, so that a slow moment of the machine slows both.
     return {"cost_growth": figure(old.take_window() / _Flow(codec).take_window() for _ in range(2 * _ROUNDS))}
 
 
 class _Flow:
-    """All hops without a broker. States are kept as the driver keeps them."""
+    """All hops without a broker. States are kept in memory, as the driver keeps them."""
 
     def __init__(self, codec: Codec) -> None:
         self.events = 0
@@ -364,20 +375,23 @@ class _Flow:
         self._rollouts = groups(sys.maxsize, run_id=_RUN_ID)
 
     def take_window(self) -> float:
-        """Processor seconds an event; the messages are made before the clock starts."""
+        """Takes one window of events; returns processor seconds per event."""
+        # Made and encoded before the clock starts.
         rollouts = [
             [self._codec.encode(message) for message in rollout]
-            for rollout in islice(self._rollouts, _WINDOW_EVENTS // 8)  # six messages, a trajectory and a reward
+            # Eight events for each rollout: six messages, a trajectory and a reward.
+            for rollout in islice(self._rollouts, _WINDOW_EVENTS // 8)
         ]
         first, began = self.events, time.process_time()
         for values in rollouts:
             self._take_rollout(values)
+        # Inside of the measured time: what a commit costs belongs to the cost of an event.
         for stage, states in zip(self._stages, self._states, strict=True):
             keep_in_memory(stage, states)
         return (time.process_time() - began) / (self.events - first)
 
     def _take_rollout(self, values: list[bytes]) -> None:
-        """Each hop takes what those before it wrote to its topic."""
+        """Each hop takes what the hops before it wrote to its topic."""
         waiting = {self._stages[0].hop.reads: values}
         for stage in self._stages:
             for value in waiting.pop(stage.hop.reads, []):
@@ -397,11 +411,12 @@ def _typed_produce(log: KafkaLog, events: list[TurnGenerated]) -> None:
 
 
 def _bare_produce(producer: Producer, records: list[dict[str, Any]]) -> None:
-    """Bytes without the wire header, to a topic that nobody reads as events."""
+    """Encodes and produces without the wire header."""
     schema = fastavro.parse_schema(schema_of(TurnGenerated))
     for record in records:
         buffer = io.BytesIO()
         fastavro.schemaless_writer(buffer, schema, record)
+        # Not to messages: there the bare bytes would be undecodable for the readers that are measured.
         _produce(producer, "tasks", buffer.getvalue(), record["meta"]["trajectory_id"].encode())
     producer.flush()
 
@@ -412,12 +427,13 @@ def _produce(producer: Producer, topic: str, value: bytes, key: bytes | None) ->
             producer.produce(topic, value, key)
             producer.poll(0)
             return
+        # The local queue is full: back-pressure, as in streams.log.kafka.
         except BufferError:
             producer.poll(0.05)
 
 
 def _typed_consume_seconds(log: KafkaLog, count: int) -> float:
-    """From the first events on: what it takes to open a reader is not counted."""
+    """Seconds from the first event on, without the time to open a reader."""
     reader = log.reader(["messages"])
     seen = 0
     while not seen:
@@ -434,7 +450,7 @@ def _typed_consume_seconds(log: KafkaLog, count: int) -> float:
 
 
 def _bare_consume_seconds(addresses: LogAddresses, count: int) -> float:
-    """From the first message on."""
+    """Seconds from the first message on."""
     schema = fastavro.parse_schema(schema_of(TurnGenerated))
     consumer = _bare_consumer(addresses.log, "messages")
     seen = 0
@@ -456,7 +472,7 @@ def _bare_consume_seconds(addresses: LogAddresses, count: int) -> float:
 
 
 def _bare_consumer(settings: LogSettings, topic: str) -> Consumer:
-    """From the beginning of a topic."""
+    """A consumer at the beginning of a topic, with every partition assigned and no group joined."""
     consumer = Consumer({"bootstrap.servers": settings.bootstrap_servers, **_CONSUMER})
     name = f"{settings.topic_prefix}{topic}"
     consumer.assign([TopicPartition(name, partition, 0) for partition in range(PARTITIONS)])

@@ -1,9 +1,9 @@
-"""Plots for docs/bench.md, as SVG files that stand alone."""
+"""Plots for docs/bench.md, as standalone SVG files."""
 
 from html import escape
 from pathlib import Path
 
-from consumers.reports.svg import Line, line_chart
+from replayground.consumers.reports.svg import Line, line_chart
 
 FOLDER = Path(__file__).parent.parent / "docs" / "plots"
 _WIDTH, _HEIGHT, _HEAD = 640, 310, 50
@@ -15,6 +15,7 @@ _STYLE = (
 
 def write_plot(name: str, title: str, lines: list[Line], x_label: str) -> None:
     """Writes docs/plots/<name>.svg."""
+    # The report's chart is HTML: its legend is a <div>, which an SVG file cannot hold. _legend draws it again.
     chart = line_chart(title, lines, x_label=x_label).partition('<div class="legend">')[0]
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}">{_STYLE}'

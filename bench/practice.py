@@ -1,10 +1,10 @@
-"""A run without a model: the real feeder, scheduler, streams and cutter, each a process, on a real broker.
+"""A run without a model: the real feeder, scheduler, streams and cutter as processes on a real broker.
 
     feeder ─► scheduler ─► Player ─► streams ─► cut ─► Player
 
-The Player stands for workers, trainer and reloader: it answers every request at once with three small messages, and every
-batch with a step and a new version, in the trainer's own transaction. So the log holds what a real run leaves, as fast as the
-programs that are measured can make it.
+The Player replaces workers, trainer and reloader. It answers every request at once with three small messages, and every
+batch with a step and a new version, in a transaction with the trainer's transactional id. So the log looks as after a
+real run, and is filled as fast as the measured programs can go.
 """
 
 import subprocess
@@ -22,12 +22,12 @@ from typing import Any
 import msgspec
 
 from bench import practice_job
-from consumers.config import ReloaderSettings
-from deploy.local.stack import LogAddresses
-from producers.config import FeederSettings, SchedulerSettings
-from schemas.blobs import open_blobs
-from schemas.errors import LogUnavailable
-from schemas.events import (
+from replayground.consumers.config import ReloaderSettings
+from replayground.deploy.local.stack import LogAddresses
+from replayground.producers.config import FeederSettings, SchedulerSettings
+from replayground.schemas.blobs import open_blobs
+from replayground.schemas.errors import LogUnavailable
+from replayground.schemas.events import (
     BatchCut,
     Event,
     Meta,
@@ -42,32 +42,35 @@ from schemas.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from schemas.ids import new_id, now_microseconds
-from schemas.job import load_job
-from schemas.packed import pack_logprobs, pack_tokens
-from schemas.programs import ACCESS_BY_PROGRAM
-from schemas.run import JobSettings, Run
-from schemas.topics import TOPICS
-from streams.config import CutSettings, StreamsSettings
-from streams.log.protocol import Log, Reader
-from trainer.base_model import make_model
-from trainer.config import ModelSettings, TrainerSettings
+from replayground.schemas.ids import new_id, now_microseconds
+from replayground.schemas.job import load_job
+from replayground.schemas.packed import pack_logprobs, pack_tokens
+from replayground.schemas.programs import ACCESS_BY_PROGRAM
+from replayground.schemas.run import JobSettings, Run
+from replayground.schemas.topics import TOPICS
+from replayground.streams.config import CutSettings, StreamsSettings
+from replayground.streams.log.protocol import Log, Reader
+from replayground.trainer.base_model import make_model
+from replayground.trainer.config import ModelSettings, TrainerSettings
 
 JOB = JobSettings(
     module=practice_job.__name__, demonstrations=0, steps=0, groups_per_batch=64, group_size=8, staleness_target=2
 )
 LOOP = ("feeder", "scheduler", "streams", "cut")
-"the programs of a run that are no part of the Player"
+"the programs of a run that the Player does not replace"
 _PROJECT = Path(__file__).parent.parent
+# A tiny model: it is published, but only the trainer of bench.endless loads it.
 _MODEL = ModelSettings(hidden=32, layers=1, heads=2, ffn=48)
 _TOKENS = 8
+# A million trajectories take long; a program that died is noticed at once by require_alive.
 _PATIENCE_SECONDS = 3600.0
+# No new event for so long counts as idle.
 _QUIET_SECONDS = 3.0
 _TRIES = 30
 
 
 def new_run(log: Log, run_id: str, addresses: LogAddresses) -> Run:
-    """A run that starts here: nothing before this moment belongs to it."""
+    """A run that starts at the current end of the log: nothing before belongs to it."""
     start = tuple(log.end_positions([topic.name for topic in TOPICS]))
     return Run(run_id=run_id, seed=0, job=JOB, log=addresses.log, blobs_url=addresses.blobs_url, start=start)
 
@@ -75,6 +78,7 @@ def new_run(log: Log, run_id: str, addresses: LogAddresses) -> Run:
 def settings_of(program: str, folder: Path, server: str = "") -> msgspec.Struct:
     match program:
         case "feeder":
+            # Without evaluations training starts at once.
             return FeederSettings(train_backlog=JOB.groups_per_batch * 4, evaluation_tasks=0, evaluation_every=0)
         case "streams":
             return StreamsSettings(state_folder=str(folder / "state"))
@@ -91,7 +95,7 @@ def settings_of(program: str, folder: Path, server: str = "") -> msgspec.Struct:
 
 @dataclass
 class Program:
-    """A program of a run as a process: imported, and waiting to be told to start."""
+    """A program of a run as a process, which imports everything and then waits for `start`."""
 
     name: str
     process: "subprocess.Popen[bytes]"
@@ -109,11 +113,12 @@ class Program:
         return cls(name, process)
 
     def await_ready(self) -> None:
+        """Blocks until the imports are done. Call it before `start`."""
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n", f"{self.name} cannot be imported"
 
     def start(self) -> float:
-        """Tells it to start, when it is ready; the moment is returned."""
+        """Starts the program, which must be ready; returns the time (time.monotonic)."""
         assert self.process.stdin is not None
         began = time.monotonic()
         self.process.stdin.write(b"go\n")
@@ -121,11 +126,13 @@ class Program:
         return began
 
     def memory_bytes(self) -> int:
+        """Resident memory now."""
         with open(f"/proc/{self.process.pid}/status") as status:
             (kilobytes,) = (line.split()[1] for line in status if line.startswith("VmRSS:"))
         return int(kilobytes) * 1024
 
     def kill(self) -> None:
+        # SIGKILL, so that the next start finds what a crash leaves and not what a clean stop leaves.
         self.process.kill()
         self.process.wait()
 
@@ -135,7 +142,7 @@ class Program:
 
 @dataclass
 class Player:
-    """Plays what is asked for and answers batches, in a thread of its own, until it is closed."""
+    """Answers requests and batches in a thread of its own until `close`."""
 
     run: Run
     log: Log
@@ -151,6 +158,7 @@ class Player:
         self._thread.start()
 
     def close(self) -> None:
+        """Ends the thread and waits for it. Raises what it failed by."""
         self._stop.set()
         self._thread.join()
         self.require_alive()
@@ -161,6 +169,8 @@ class Player:
 
     def _play(self) -> None:
         try:
+            # The trainer's transactional id and group: the real trainer of bench.endless continues from the same
+            # positions.
             transactor = self.log.transactor(ACCESS_BY_PROGRAM["trainer"].group_of(self.run.run_id))
             requests = self.log.reader(["rollouts"], f"player-{self.run.run_id}", alone=True, start=self.run.start)
             group = ACCESS_BY_PROGRAM["trainer"].group_of(self.run.run_id)
@@ -173,6 +183,7 @@ class Player:
             for reader in (requests, batches):
                 reader.close()
             transactor.close()
+        # Kept for require_alive: an exception of a thread is seen by nobody.
         except BaseException as failure:
             self._failure = failure
 
@@ -184,26 +195,31 @@ class Player:
                 for event in played(request, self.newest.version):
                     self.log.append(event)
                 self.rollouts += 1
+        # Flush before the commit: a request must not be committed before its messages are acknowledged.
         if deliveries:
             self.log.flush()
             requests.commit()
 
     def _answer_batch(self, batch: BatchCut, transactor: Any, batches: Reader) -> None:
         if batch.base_version != self.newest.version:
-            return  # taken already, by a real trainer
+            # A real trainer has taken it already.
+            return
         version = batch.base_version + 1
         self.newest = msgspec.structs.replace(
             self.newest, meta=_meta(self.run, "weights"), version=version, base_version=version - 1
         )
         transactor.commit([step(self.run, batch, version), self.newest], batches)
+        # After the transaction: no server can have loaded a version that is not published.
         self.log.append(loaded(self.run, self.server, version))
         self.log.flush()
 
 
 def played(request: RolloutRequested, version: int) -> Iterator[Event]:
-    """A rollout of one turn; half of the answers are right, so that a group teaches something."""
+    """The messages of a rollout of one turn."""
+    # Half of the answers are right: a group with equal rewards would be dropped (zero_variance).
     answer = "7" if request.index % 2 else "8"
     meta = request.meta
+    # Derived from the request, so that a request that is read again gives the same messages.
     attempt_id = f"{meta.trajectory_id}-{request.retry}"
 
     def of(seq: int, category: str) -> Meta:
@@ -258,7 +274,8 @@ def played(request: RolloutRequested, version: int) -> Iterator[Event]:
 
 
 def first_weights(run: Run, log: Log, server: str) -> WeightsPublished:
-    """Version 0, as the trainer makes it, loaded by the server."""
+    """Publishes version 0 and reports it as loaded by the server."""
+    # With real files: a real trainer and reloader of bench.endless must be able to load it.
     blobs = open_blobs(run)
     files: list[WeightsFile] = []
     for name, data in sorted(make_model(_MODEL, load_job(run.job.module), run.seed).items()):
@@ -318,12 +335,13 @@ def _meta(run: Run, topic: str) -> Meta:
 
 
 class Server:
-    """Where the reloader looks first: an HTTP server that refuses everything and knows when it was asked."""
+    """An HTTP server that stands for vLLM: it refuses everything and records when it was last asked."""
 
     def __init__(self) -> None:
         asked: deque[float] = deque(maxlen=1)
 
         class Refusing(BaseHTTPRequestHandler):
+            # The reloader writes no event while its server refuses, so its first request is the first sign of work.
             def do_GET(self) -> None:
                 asked.append(time.monotonic())
                 self.send_error(503)
@@ -339,7 +357,7 @@ class Server:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def first(self, alive: Callable[[], None]) -> float:
-        """Waits until it is asked; the moment is returned."""
+        """Blocks until it is asked; returns the time (time.monotonic)."""
         while not self.asked:
             alive()
             time.sleep(0.01)
@@ -351,15 +369,17 @@ class Server:
 
 
 class Watch:
-    """Sees the first event of a run on a topic that comes after now."""
+    """Waits for the first event of a run on a topic after now."""
 
     def __init__(self, log: Log, run: Run, topic: str) -> None:
         self._run = run
         self._reader = log.reader([topic], start=log.end_positions([topic]))
+        # Connects, so that the time for that does not count as the program's.
         self._reader.poll(1, 0.1)
 
     def first(self, programs: Sequence[Program]) -> float:
-        """Waits for it; the moment is returned."""
+        """Blocks until it comes; returns the time (time.monotonic). Raises TimeoutError, and AssertionError when a
+        program has ended."""
         until = time.monotonic() + _PATIENCE_SECONDS
         try:
             while time.monotonic() < until:
@@ -370,11 +390,11 @@ class Watch:
                     program.require_alive()
         finally:
             self._reader.close()
-        raise TimeoutError("nothing came")
+        raise TimeoutError("no event in time")
 
 
 class Counter:
-    """Counts the events of a topic that come after now, of all runs."""
+    """Counts the events of a topic after now, of all runs. By offsets, without reading them."""
 
     def __init__(self, log: Log, topic: str) -> None:
         self._log = log
@@ -386,13 +406,14 @@ class Counter:
 
     def count(self) -> int:
         for _ in range(_TRIES):
-            with suppress(LogUnavailable):  # on a machine with much to do a broker may be silent for seconds
+            # On a busy machine the broker may not answer for seconds.
+            with suppress(LogUnavailable):
                 return self._end() - self._start
             time.sleep(1.0)
         raise TimeoutError("the broker does not answer")
 
     def reach(self, count: int, alive: Callable[[], None]) -> float:
-        """Waits until so many have come; the moment is returned."""
+        """Blocks until `count` events have come; returns the time (time.monotonic)."""
         until = time.monotonic() + _PATIENCE_SECONDS
         while self.count() < count:
             alive()
@@ -401,7 +422,7 @@ class Counter:
         return time.monotonic()
 
     def settle(self, alive: Callable[[], None]) -> None:
-        """Waits until none have come for a while."""
+        """Blocks until no event has come for _QUIET_SECONDS."""
         known, since = -1, time.monotonic()
         while time.monotonic() - since < _QUIET_SECONDS:
             alive()

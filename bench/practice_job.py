@@ -1,14 +1,15 @@
-"""A job without tools and with tiny texts: what the flow itself costs is measured with it."""
+"""A job without tools and with tiny texts, to measure what the flow itself costs."""
 
 from collections.abc import Iterator
 
-from schemas.events import Task
+from replayground.schemas.events import Task
 
 SYSTEM_PROMPT = "Answer."
 
 
 def tasks(split: str, seed: int, start: int = 0) -> Iterator[Task]:
-    """The same sum for ever."""
+    """The same task for ever."""
+    # Made once, so that drawing a task costs next to nothing.
     task = Task(
         prompt="What is 3+4?",
         reference="7",

@@ -1,6 +1,6 @@
-"""The rollout worker: beside a bare client of the same vLLM, one slot beside many, and its memory over 10,000 rollouts.
+"""The rollout worker compared with a bare client of the same vLLM, one slot with many slots, and its memory over time.
 
-Workers are processes of their own on a real broker; seconds are counted from the first request on the log to the last end.
+Workers are processes of their own on a real broker. Time counts from the first request on the log to the last end.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ import structlog
 from bench import waiting_job
 from bench.plots import write_plot
 from bench.rounds import Figure, figure
-from consumers import vllm_server
-from consumers.config import VllmSettings
-from consumers.reports.svg import Line
-from consumers.vllm_admin import VllmAdmin
-from deploy.local.ports import choose_ports
-from deploy.local.stack import LogAddresses, local_log
-from producers import stockroom
-from producers.config import RolloutsSettings
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import (
+from replayground.consumers import vllm_server
+from replayground.consumers.config import VllmSettings
+from replayground.consumers.reports.svg import Line
+from replayground.consumers.vllm_admin import VllmAdmin
+from replayground.deploy.local.ports import choose_ports
+from replayground.deploy.local.stack import LogAddresses, local_log
+from replayground.producers import stockroom
+from replayground.producers.config import RolloutsSettings
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import (
     Event,
     Meta,
     Probe,
@@ -51,26 +51,27 @@ from schemas.events import (
     WeightsFile,
     WeightsPublished,
 )
-from schemas.ids import derived_id, now_microseconds
-from schemas.job import load_job
-from schemas.metrics import ProgramMetrics
-from schemas.packed import unpack_tokens
-from schemas.registry import ConfluentRegistry
-from schemas.run import JobSettings, Run
-from streams.log.kafka import KafkaLog
-from trainer.base_model import make_model
-from trainer.config import ModelSettings
+from replayground.schemas.ids import derived_id, now_microseconds
+from replayground.schemas.job import load_job
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.packed import unpack_tokens
+from replayground.schemas.registry import ConfluentRegistry
+from replayground.schemas.run import JobSettings, Run
+from replayground.streams.log.kafka import KafkaLog
+from replayground.trainer.base_model import make_model
+from replayground.trainer.config import ModelSettings
 
 _AT_ONCE = 64
 _TOKENS_PER_TURN = 64
 _SLOTS = (1, 2, 4, 8, 16, 32, 64)
 _SLOTS_AT_ONCE = (1, 2, 4)
-"workers that mostly wait are measured side by side: together they are idle, one by one they would take ten minutes more"
+"workers with these slots are measured side by side: they mostly wait, and one by one would take ten minutes more"
 
 
 def measure(quick: bool) -> dict[str, Figure]:
     """worker_tokens_to_bare and sequential_to_distributed: higher is better. worker_memory_growth: 1 = none."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))  # vLLM has much to tell
+    # vLLM logs a lot, and the last line of output must be the JSON of the figures.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, _Site.opened(Path(folder)) as site:
         figures = _memory(site, *((200, 1_000) if quick else (1_000, 10_000)), rounds=1 if quick else 3)
         figures |= _slots(site, quick)
@@ -78,11 +79,11 @@ def measure(quick: bool) -> dict[str, Figure]:
     return figures
 
 
-# tokens: a worker beside a bare client
+# tokens: a worker compared with a bare client
 
 
 def _tokens(site: "_Site", folder: Path, count: int, rounds: int) -> dict[str, Figure]:
-    """The same prompts, as many at once, by turns: a worker's seconds a token beside those of a bare client."""
+    """Tokens per second of a worker and of a bare client, on the same prompts with the same concurrency."""
     with _vllm(folder / "vllm", site.files) as url:
         settings = RolloutsSettings(servers=[url], slots=_AT_ONCE)
         ratios: list[float] = []
@@ -91,8 +92,10 @@ def _tokens(site: "_Site", folder: Path, count: int, rounds: int) -> dict[str, F
         with _Worker(site, site.run("tokens", stockroom.__name__), settings, "scripted") as worker:
             tasks = list(islice(stockroom.tasks("train", 0), count))
             sampling = Sampling(turns_max=1, max_tokens_per_turn=_TOKENS_PER_TURN)
-            worker.played(tasks[:_AT_ONCE], "train", sampling)  # everybody warm
+            # Warms up the server, the worker and their connections.
+            worker.played(tasks[:_AT_ONCE], "train", sampling)
             for _ in range(rounds):
+                # One after the other in every round: they share the server and the cores.
                 played = worker.played(tasks, "train", sampling)
                 bare_seconds, bare_tokens = asyncio.run(_bare(url, played.prompts))
                 rates.append(played.tokens / played.seconds)
@@ -106,7 +109,7 @@ def _tokens(site: "_Site", folder: Path, count: int, rounds: int) -> dict[str, F
 
 
 async def _bare(url: str, prompts: Sequence[list[int]]) -> tuple[float, int]:
-    """(seconds, tokens) of a plain client that keeps as many requests at the server as a worker has slots."""
+    """(seconds, tokens) of a plain client that keeps as many requests open as the worker has slots."""
     waiting = list(prompts)
     tokens = 0
 
@@ -127,7 +130,7 @@ async def _bare(url: str, prompts: Sequence[list[int]]) -> tuple[float, int]:
 
 @contextmanager
 def _vllm(folder: Path, files: dict[str, bytes]) -> Iterator[str]:
-    """The address of a server that samples with version 0 of the model, as if a reloader had verified it."""
+    """URL of a vLLM server with version 0 of the model, labelled as if a reloader had verified it."""
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -139,8 +142,9 @@ def _vllm(folder: Path, files: dict[str, bytes]) -> Iterator[str]:
     try:
         while not admin.healthy():
             if not thread.is_alive():
-                raise RuntimeError("vLLM did not start: see its lines above")
+                raise RuntimeError("vLLM did not start: see its output above")
             time.sleep(0.25)
+        # There is no reloader: without a numeric label a worker refuses every turn.
         admin.set_weight_version("0")
         admin.resume()
         yield admin.url
@@ -150,11 +154,11 @@ def _vllm(folder: Path, files: dict[str, bytes]) -> Iterator[str]:
         thread.join()
 
 
-# slots: rollouts one after another beside many at once
+# slots: rollouts one after another compared with many at once
 
 
 def _slots(site: "_Site", quick: bool) -> dict[str, Figure]:
-    """The same rollouts, whose tools take one to three seconds, with 1, 2, 4 … slots, in real sandboxes."""
+    """The same rollouts in real sandboxes, with tools that take one to three seconds, by number of slots."""
     rounds, rollouts, scale, all_slots = (1, 32, 0.05, (1, 32)) if quick else (3, 64, 1.0, _SLOTS)
     found = [_seconds_by_slots(site, rollouts, scale, all_slots) for _ in range(rounds)]
     speedups = {slots: figure(seconds[1] / seconds[slots] for seconds in found) for slots in all_slots}
@@ -168,7 +172,7 @@ def _slots(site: "_Site", quick: bool) -> dict[str, Figure]:
 
 
 def _seconds_by_slots(site: "_Site", rollouts: int, scale: float, all_slots: tuple[int, ...]) -> dict[int, float]:
-    """One round: seconds of so many rollouts, by the number of slots."""
+    """One round: seconds for all rollouts, by number of slots."""
     task = waiting_job.a_task(1.0 * scale, 3.0 * scale)
     seconds: dict[int, float] = {}
 
@@ -176,7 +180,8 @@ def _seconds_by_slots(site: "_Site", rollouts: int, scale: float, all_slots: tup
         settings = RolloutsSettings(slots=slots, sandboxes=slots)
         with _Worker(site, site.run(f"slots-{slots}", waiting_job.__name__), settings, "bubblewrap") as worker:
             sampling = Sampling(turns_max=waiting_job.CALLS + 1, tokens_max=4096)
-            worker.played([waiting_job.a_task(0.1, 0.1)] * 2 * slots, "demonstrate", sampling)  # opens every sandbox
+            # Opens every sandbox, so that this time is not measured.
+            worker.played([waiting_job.a_task(0.1, 0.1)] * 2 * slots, "demonstrate", sampling)
             seconds[slots] = worker.played([task] * rollouts, "demonstrate", sampling).seconds
 
     side_by_side = [threading.Thread(target=play, args=(slots,)) for slots in all_slots if slots in _SLOTS_AT_ONCE]
@@ -184,6 +189,7 @@ def _seconds_by_slots(site: "_Site", rollouts: int, scale: float, all_slots: tup
         thread.start()
     for thread in side_by_side:
         thread.join()
+    # Alone: with many slots the worker needs the cores.
     for slots in all_slots:
         if slots not in _SLOTS_AT_ONCE:
             play(slots)
@@ -201,8 +207,9 @@ def _plot(speedups: dict[int, float]) -> None:
 
 
 def _memory(site: "_Site", early: int, late: int, rounds: int) -> dict[str, Figure]:
-    """Resident memory of a worker after so many rollouts of a scripted sandbox and a recorded policy; a new worker a round."""
+    """Resident memory of a worker after `late` rollouts relative to `early` ones. Each round has a new worker."""
     tasks = list(islice(stockroom.tasks("train", 0), 200))
+    # A recorded policy and scripted sandboxes: only the worker itself can grow. The teacher makes the recording.
     recorded = site.run("recorded", stockroom.__name__)
     with _Worker(site, recorded, RolloutsSettings(slots=_AT_ONCE), "scripted") as worker:
         worker.played(tasks, "demonstrate", Sampling())
@@ -232,7 +239,7 @@ def _memory_round(site: "_Site", recorded: Run, tasks: list[Task], early: int, l
 
 @dataclass(frozen=True)
 class _Played:
-    """What came of a set of rollouts."""
+    """The result of a set of rollouts."""
 
     seconds: float
     tokens: int
@@ -242,7 +249,7 @@ class _Played:
 
 @dataclass
 class _Site:
-    """A broker with weights of one model on it, for as many runs as are wanted."""
+    """A broker and the files of one model, for any number of runs."""
 
     addresses: LogAddresses
     files: dict[str, bytes]
@@ -260,6 +267,7 @@ class _Site:
 
     def run(self, name: str, module: str) -> Run:
         return Run(
+            # A new id each time: rounds share the broker, and a worker must not find requests of another round.
             run_id=f"{name}-{uuid.uuid4().hex[:8]}",
             seed=0,
             job=JobSettings(module=module, demonstrations=0),
@@ -286,13 +294,14 @@ class _Site:
 
 
 class _Worker:
-    """A worker in a process of its own. Use `with`."""
+    """A worker as a process, and a reader of what it writes. Use `with`."""
 
     def __init__(self, site: _Site, run: Run, settings: RolloutsSettings, backend: str) -> None:
         self._run = run
         self._log = KafkaLog(site.addresses.log, site.codec)
         self._log.append(site.weights(run))
         self._log.flush()
+        # Before the worker starts, so that none of its messages is missed.
         self._reader = self._log.reader(["messages"])
         self._reader.seek_before_end(0)
         self._asked = 0
@@ -309,6 +318,7 @@ class _Worker:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait()
         self._reader.close()
+        # Not closed: close would close the codec, which all workers of the site share.
         self._log.flush()
 
     @property
@@ -316,7 +326,8 @@ class _Worker:
         return int(self._usage.memory_info().rss)
 
     def played(self, tasks: Sequence[Task], purpose: Purpose, sampling: Sampling) -> _Played:
-        """Asks for one rollout of each task and waits for all of their ends. The n-th has the same seed each time."""
+        """Requests one rollout of each task and blocks until all have ended. Raises RuntimeError when one failed by
+        infra_error, or the worker ended."""
         cpu_before = self._cpu_seconds()
         began = now_microseconds()
         for number, task in enumerate(tasks):
@@ -340,7 +351,7 @@ class _Worker:
         ended = 0
         while ended < count:
             if self._process.poll() is not None:
-                raise RuntimeError("the worker ended: see its lines above")
+                raise RuntimeError("the worker ended: see its output above")
             for delivery in self._reader.poll(1000, 0.5):
                 if delivery.event is not None and delivery.event.meta.run_id == self._run.run_id:
                     events.append(delivery.event)
@@ -348,11 +359,12 @@ class _Worker:
         return events
 
     def _cpu_seconds(self) -> float:
-        """Of the worker itself: tools run in children, which are not counted."""
+        """Processor time of the worker itself. Tools run in child processes, which are not counted."""
         times = self._usage.cpu_times()
         return float(times.user + times.system)
 
     def _request(self, task: Task, number: int, purpose: Purpose, sampling: Sampling) -> RolloutRequested:
+        # A new id for each request, also of the same task. The seed is the number: the n-th rollout is always the same.
         name = derived_id("bench", self._run.run_id, self._asked + number)
         meta = _meta(self._run, "rollouts", name)
         ids = {"task_id": name, "group_id": name, "trajectory_id": name, "purpose": purpose}

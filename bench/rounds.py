@@ -1,4 +1,4 @@
-"""What a benchmark returns: each figure is the median of several rounds, with the range they had."""
+"""The result of a benchmark: each figure is the median of several rounds, with their range."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """The median of so many rounds, their lowest and their highest. Of a count, or of one round, all three are the same."""
+    """Median, lowest and highest of several rounds. With one round all three are the same."""
 
     median: float
     low: float
@@ -22,15 +22,16 @@ class Figure:
 
 
 def figure(rounds: Iterable[float]) -> Figure:
-    """Of one value a round. Parts to be compared are measured by turns, and their ratio is the value of the round."""
+    """The figure of one value per round. To compare two parts, measure both in every round and pass the ratios."""
     values = list(rounds)
     return Figure(statistics.median(values), min(values), max(values), len(values))
 
 
 def growth(first: Sequence[float], last: Sequence[float]) -> Figure:
-    """From the median of the first rounds to that of the last; the range holds every pair of a first and a last round."""
+    """Ratio of the medians, last to first. The range covers every pair of a first and a last round."""
     return Figure(
         statistics.median(last) / statistics.median(first),
+        # First and last rounds are far apart in time and cannot be paired, so the widest range is given.
         min(last) / max(first),
         max(last) / min(first),
         min(len(first), len(last)),
@@ -38,5 +39,5 @@ def growth(first: Sequence[float], last: Sequence[float]) -> Figure:
 
 
 def worst(figures: Iterable[Figure]) -> Figure:
-    """The one with the highest median."""
+    """The figure with the highest median."""
     return max(figures, key=lambda found: found.median)

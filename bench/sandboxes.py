@@ -1,4 +1,4 @@
-"""Sandboxes beside bare bubblewrap with a bare Python, 200 of them at once, and what an idle one holds.
+"""Sandboxes compared with bare bubblewrap and Python, 200 of them at once, and the memory of an idle one.
 
 python -m bench sandboxes [--quick]
 """
@@ -12,19 +12,20 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from bench.rounds import Figure, figure
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.cgroups import descendants
-from sandboxes.backends.channel import RunnerSandbox
-from sandboxes.backends.enclosed import CLEAN_ENVIRONMENT, EnclosedProcesses, system_links
-from sandboxes.limits import MEBIBYTE
-from sandboxes.pool import Pool
-from sandboxes.tools.registry import SHIPPED
-from sandboxes.worlds.world import WORLD_TOOLS
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.cgroups import descendants
+from replayground.sandboxes.backends.channel import RunnerSandbox
+from replayground.sandboxes.backends.enclosed import CLEAN_ENVIRONMENT, EnclosedProcesses, system_links
+from replayground.sandboxes.limits import MEBIBYTE
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.tools.registry import SHIPPED
+from replayground.sandboxes.worlds.world import WORLD_TOOLS
 
 AT_ONCE = 200
+# Away from the uids of workers (1,000,000 and up) and the default of backends (200,000).
 FIRST_UID = 700_000
 CODE = "503 * 9 + 17"
-# The least that bubblewrap can be asked for and still run Python apart from the host.
+# The fewest options with which bubblewrap still runs Python isolated from the host.
 BARE = [
     *("/usr/bin/bwrap", "--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--ro-bind", "/usr", "/usr"),
     *(word for name in system_links() for word in ("--symlink", f"usr/{name}", f"/{name}")),
@@ -38,25 +39,39 @@ def measure(quick: bool) -> dict[str, Figure]:
 
 
 async def _measure(rounds: int, openings: int, crowds: int) -> dict[str, Figure]:
-    backend = BubblewrapBackend(SHIPPED | WORLD_TOOLS, first_uid=FIRST_UID)
+    # Kept after a lease, to weigh an idle one and to compare a lease in a used sandbox with one in a new sandbox.
+    backend = BubblewrapBackend(SHIPPED | WORLD_TOOLS, leases_per_sandbox_max=10_000, first_uid=FIRST_UID)
+    fresh = BubblewrapBackend(SHIPPED | WORLD_TOOLS, leases_per_sandbox_max=1, first_uid=FIRST_UID)
     try:
-        await (await backend.open(0)).close()  # the tools are compiled once, the launcher is started once
-        opened = [await _opening(backend, openings) for _ in range(rounds)]
+        # The first open compiles the tools and starts the launcher, once for all.
+        await (await backend.open(0)).close()
+        await (await fresh.open(0)).close()
+        opened = [
+            await _opening(backend, openings)
+            | {
+                "lease_ms": await _leases(fresh, openings),
+                "lease_in_a_used_sandbox_ms": await _leases(backend, openings),
+            }
+            for _ in range(rounds)
+        ]
         crowded = [await _crowd(backend, AT_ONCE) for _ in range(crowds)]
     finally:
         backend.close()
+        fresh.close()
     return {name: figure(found[name] for found in opened) for name in opened[0]} | {
         name: figure(found[name] for found in crowded) for name in crowded[0]
     }
 
 
 async def _opening(backend: BubblewrapBackend, openings: int) -> dict[str, float]:
-    """Medians of one round. In turns, because the machine is noisy: bare, then a sandbox with its first call and some more."""
+    """Medians of one round."""
     bare, opened, further = [], [], []
     for _ in range(openings):
+        # Bare, then a sandbox, in turn: a slow moment of the machine then slows both.
         bare.append(await _seconds(_bare_start))
         began = time.perf_counter()
         sandbox = await backend.open(0)
+        # With its first call: the bare start runs Python code too.
         await _call(sandbox, "first")
         opened.append(time.perf_counter() - began)
         further += [await _seconds(lambda: _call(sandbox, f"further-{number}")) for number in range(10)]  # noqa: B023
@@ -69,8 +84,24 @@ async def _opening(backend: BubblewrapBackend, openings: int) -> dict[str, float
     }
 
 
+async def _leases(backend: BubblewrapBackend, leases: int) -> float:
+    """Median milliseconds of a lease with one call, until the next can begin: opening, call, and reset or end."""
+    taken = []
+    async with Pool(backend, size=1, warm=0) as pool:
+        for number in range(leases + 1):
+            began = time.perf_counter()
+            async with pool.lease(owner="bench", seconds=600) as sandbox:
+                assert isinstance(sandbox, RunnerSandbox)
+                await _call(sandbox, f"lease-{number}")
+            await pool.settle()
+            taken.append(time.perf_counter() - began)
+    # Without the first, which opens the sandbox that is used again.
+    return statistics.median(taken[1:]) * 1000
+
+
 async def _crowd(backend: BubblewrapBackend, at_once: int) -> dict[str, float]:
-    """That many leases held at the same time, each with a call that worked; then what one of them weighs when idle."""
+    """Holds `at_once` leases at the same time, each with a successful call; then measures idle sandboxes."""
+    # Each sandbox holds several descriptors on the host; the usual limit of 1,024 would be too low.
     _allow_descriptors(20 * at_once)
     all_here = asyncio.Event()
     arrived = 0
@@ -82,6 +113,7 @@ async def _crowd(backend: BubblewrapBackend, at_once: int) -> dict[str, float]:
                 assert isinstance(sandbox, RunnerSandbox)
                 await _call(sandbox, "crowd")
                 arrived += 1
+                # Nobody leaves before all are here, so all leases really exist at the same time.
                 if arrived == at_once:
                     all_here.set()
                 async with asyncio.timeout(300):
@@ -91,6 +123,7 @@ async def _crowd(backend: BubblewrapBackend, at_once: int) -> dict[str, float]:
         began = time.perf_counter()
         ends = await asyncio.gather(*(visit(number) for number in range(at_once)), return_exceptions=True)
         seconds = time.perf_counter() - began
+        # Sandboxes reset in the background after a lease: only then are they idle.
         await pool.settle()
         idle = [_proportional_megabytes(sandbox) for sandbox in pool.open if isinstance(sandbox, RunnerSandbox)]
     failed = [end for end in ends if isinstance(end, BaseException)]
@@ -124,7 +157,7 @@ async def _seconds(action: Callable[[], Awaitable[None]]) -> float:
 
 
 def _proportional_megabytes(sandbox: RunnerSandbox) -> float:
-    """Memory of all processes of the sandbox, bwrap's too, where what is shared counts in parts."""
+    """Memory (PSS) of all processes of the sandbox, bwrap included, in mebibytes. Shared pages are divided."""
     assert isinstance(sandbox.enclosure, EnclosedProcesses)
     return sum(_proportional_bytes(pid) for pid in descendants(sandbox.enclosure.process.pid)) / MEBIBYTE
 

@@ -1,9 +1,9 @@
-"""Runs share a log without paying for each other (P14): a run beside a million events of other runs, and on an empty field.
+"""Runs that share a log do not slow each other (P14): a run beside a million events of other runs, and on an empty log.
 
-Two brokers stand side by side, warmed by the same small run. One holds a million events of other runs, the other only what its
-own rounds left. In each round a run of its own id is practised on both, now on this one first, now on that (bench.practice):
-seconds from the start of its programs (after their imports) to the first rollout that is asked for, and rollouts a second until
-so many have ended.
+Two brokers run side by side, warmed up by the same small run. One gets a million events of other runs, the other holds
+only what its own rounds left. In each round a new run is played on both, in alternating order (bench.practice).
+Measured: seconds from the start of its programs (after imports) to the first rollout request, and rollouts per second
+until enough have ended.
 """
 
 import sys
@@ -15,20 +15,20 @@ from pathlib import Path
 
 from bench.practice import LOOP, Counter, Player, Program, Server, Watch, first_weights, new_run, settings_of
 from bench.rounds import Figure, figure
-from deploy.local.stack import LogAddresses, local_log
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.registry import ConfluentRegistry
-from schemas.topics import TOPICS
-from streams.log.kafka import KafkaLog
+from replayground.deploy.local.stack import LogAddresses, local_log
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.registry import ConfluentRegistry
+from replayground.schemas.topics import TOPICS
+from replayground.streams.log.kafka import KafkaLog
 
 _SEED_RUN = "other-0000"
-"as long as every other name of another run: their events are this run's with the name changed"
+"as long as the names in _fill: other runs are copies of this one with the name replaced byte by byte"
 
 
 @dataclass
 class Field:
-    """A broker with what is on it."""
+    """A broker, its log and its folder."""
 
     addresses: LogAddresses
     log: KafkaLog
@@ -45,7 +45,7 @@ class Round:
 
 
 def measure(quick: bool) -> dict[str, Figure]:
-    """start_to_first_rollout_ratio: at most 1.2; throughput_ratio: at least 0.95."""
+    """Limits: start_to_first_rollout_ratio at most 1.2, throughput_ratio at least 0.95."""
     events, rollouts, rounds = (20_000, 1_000, 1) if quick else (1_000_000, 10_000, 5)
     with _field() as empty, _field() as shared:
         for field in (empty, shared):
@@ -61,9 +61,10 @@ def measure(quick: bool) -> dict[str, Figure]:
 
 
 def _round(empty: Field, shared: Field, number: int, rollouts: int) -> tuple[Round, Round]:
-    """(on the empty field, on the shared one); every other round in this order."""
+    """One round on each field: (empty, shared)."""
     fields = [("empty", empty), ("shared", shared)]
     found: dict[str, Round] = {}
+    # Every other round in reverse order: neither field may always be the one on a warm machine.
     for name, field in fields if number % 2 == 0 else reversed(fields):
         found[name] = _practise(field, f"round-{number}", rollouts)
         print(f"  {name} {found[name]}", file=sys.stderr, flush=True)
@@ -79,6 +80,7 @@ def _practise(field: Field, run_id: str, rollouts: int) -> Round:
     try:
         for program in programs:
             program.await_ready()
+        # Before any program starts, so that no event is missed.
         watch, ended = Watch(field.log, run, "rollouts"), Counter(field.log, "trajectories")
         player = Player(run, field.log, newest, field.server.url)
         began = min(program.start() for program in programs)
@@ -90,6 +92,7 @@ def _practise(field: Field, run_id: str, rollouts: int) -> Round:
             assert player is not None
             player.require_alive()
 
+        # From the first end on: the start has a figure of its own.
         warm = ended.reach(1, require_alive)
         return Round(first - began, rollouts / (ended.reach(rollouts, require_alive) - warm))
     finally:
@@ -100,11 +103,12 @@ def _practise(field: Field, run_id: str, rollouts: int) -> Round:
 
 
 def _fill(log: KafkaLog, count: int) -> int:
-    """Appends the events of a real run again and again under other names, until there are so many. Returns how many."""
+    """Appends copies of all events on the log under other run ids until there are `count` events. Returns how many."""
     messages = [message for message in log.messages([topic.name for topic in TOPICS]) if message.value is not None]
     written, copy = len(messages), 0
     while written < count:
         copy += 1
+        # Same length, so that the Avro length prefixes stay right: bytes are replaced without decoding anything.
         name = f"other-{copy:04}".encode()
         for message in messages:
             assert message.value is not None

@@ -1,16 +1,17 @@
-"""A job whose tool does nothing but take its time: what a worker's slots are measured with."""
+"""A job whose only tool waits, to measure the slots of a worker."""
 
 import json
 import random
 from collections.abc import Iterator
 
-from sandboxes.tools.tool import tool
-from schemas.events import Task
+from replayground.sandboxes.tools.tool import tool
+from replayground.schemas.events import Task
 
 CALLS = 4
-"tool calls of a rollout, as an agent makes that looks things up"
+"tool calls of a rollout, about as many as an agent makes that looks things up"
 
 
+# It imports inside its body: the source of a tool is shipped into the sandbox, the imports of its module are not.
 @tool
 def wait(seconds: float) -> str:
     """Return after so many seconds."""
@@ -24,7 +25,7 @@ TOOLS = (wait,)
 
 
 def a_task(shortest_seconds: float, longest_seconds: float) -> Task:
-    """Every call of its rollouts takes between so many seconds, drawn from the rollout's seed."""
+    """A task whose tool calls take between these seconds, drawn from the rollout's seed."""
     return Task(
         prompt="Wait.",
         reference="done",

@@ -1,4 +1,4 @@
-"""Settings of the consumer programs. One TOML section each; no heavy import, so that a wrong field is told at once."""
+"""Settings of the consumer programs, one TOML section each. No heavy imports: a wrong field is reported at once."""
 
 from typing import Literal
 
@@ -36,11 +36,11 @@ class ReloaderSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     probe_tolerance: float = 1e-3
     "greatest difference allowed between the server's and the trainer's log-probabilities of the probe"
     pause_mode: Literal["wait", "abort"] = "wait"
-    "what happens to turns under way: wait = they end on the old weights, so a turn has one version; abort = they are lost"
+    "what happens to running turns: wait = they end on the old weights, so each has one version; abort = they are lost"
     pause_seconds_max: float = 60.0
     "a server that cannot pause within this is reported and tried again"
     request_seconds_max: float = 60.0
-    "longest wait for any other answer of a server"
+    "longest wait for any other response of a server"
     poll_seconds: float = 1.0
     "how often a server is asked what it serves, so that a restarted one is noticed"
     retry_seconds: float = 1.0
@@ -48,7 +48,7 @@ class ReloaderSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     retry_seconds_max: float = 30.0
     "longest wait between tries"
     skipped_versions_max: int = 8
-    "versions that were passed over are loaded and verified on the way to the newest, at most so many at once"
+    "versions that were skipped are loaded and verified on the way to the newest, at most so many at once"
     folders_kept: int = 3
     "unpacked weight versions kept on disk per server"
     folder: str = ""
@@ -58,32 +58,32 @@ class ReloaderSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The program that keeps the trace store and serves SQL and the web page. TOML section [traces].
 
-    There is one for the whole field. With follow = false it needs no log: it opens the store that is there, and answers all
-    but `finish` and `reconcile`, which compare with the log. Nothing else may have a chdb store open at the same time.
+    There is one for the whole field. With follow = false it needs no log: it opens the existing store and serves all
+    requests but `finish` and `reconcile`, which compare with the log. No other process may open a chdb store meanwhile.
     """
 
     dsn: str = "chdb:///tmp/replayground-traces"
     "chdb:///folder for ClickHouse in this process, or clickhouse://user:password@host:port/database for a server"
     database: str = "replayground"
-    "name of the database; made when it is not there"
+    "name of the database; created if it does not exist"
     port: int = 8200
     "port of the web page and the SQL interface"
     bind: str = "127.0.0.1"
-    """address that page, SQL interface, /healthz and /metrics listen on. Nobody is asked who they are: on anything but loopback,
-    put a proxy that does in front of it"""
+    """address that page, SQL interface, /healthz and /metrics listen on. There is no authentication: on anything but
+    loopback, put a proxy in front that authenticates"""
     follow: bool = True
-    "false = read nothing from the log: serve the page and SQL over the store as it is, while the rest of the field is down"
+    "false = do not read the log: serve page and SQL from the store as it is, while the rest of the field is down"
     batch_rows_max: int = 10_000
     "rows inserted at once at most"
     batch_bytes_max: int = 16 * 1024 * 1024
-    "a batch of rows that has this size is inserted as it is; with batch_rows_max it bounds the memory of the program"
+    "a batch of rows of this size is inserted at once; with batch_rows_max it bounds the memory of the program"
     flush_seconds: float = 1.0
     "a row waits no longer than this for others to be inserted with"
     sql_seconds_max: float = 20.0
-    "longest run of a statement that a person asks"
+    "time limit of a SQL statement of a user"
     sql_rows_max: int = 10_000
-    "rows returned to a person at most"
+    "most rows that a SQL statement of a user returns"
     sql_memory_bytes_max: int = 1_000_000_000
-    "memory of a statement that a person asks"
+    "memory limit of a SQL statement of a user"
     threads: int = 1
     "threads of ClickHouse for one query; the cores are shared with sampling and training"

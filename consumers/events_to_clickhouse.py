@@ -1,12 +1,12 @@
-"""The traces program: every topic of every run into ClickHouse, and the web page, SQL and reports over it.
+"""The traces program: writes every topic of every run to ClickHouse and serves the web page, SQL and reports from it.
 
-    TraceWriter   deliveries → rows → one insert → commit, bounded by rows, by bytes and by time
+    TraceWriter   deliveries → rows → one insert → commit, bounded by rows, bytes and time
     LagWatch      asks the log every few seconds how far each stage is behind
-    web           (consumers.dashboard.web) the page and the interface, in a thread of this process
+    web           (consumers.dashboard.web) the page and the HTTP interface, in a thread of this process
 
-It belongs to the field, not to a run. Only this process opens the store. The store itself says how far it has come: what it
-has already is passed over, so a crash between insert and commit, or a commit that failed, adds nothing twice (P9); and a
-store that was removed is filled again from the beginning of the log, wherever the group stands.
+It belongs to the field, not to a run. Only this process opens the store. The store itself says which offsets it has:
+they are skipped, so a crash between insert and commit, or a failed commit, inserts nothing twice (P9). A store that was
+removed is filled again from the beginning of the log, whatever the group has committed.
 """
 
 import threading
@@ -16,38 +16,39 @@ from collections.abc import Sequence
 
 import structlog
 
-from consumers.clickhouse import queries
-from consumers.clickhouse.deliveries import delivery_row
-from consumers.clickhouse.rows import Row
-from consumers.clickhouse.store import Place, Store, require_store
-from consumers.config import TracesSettings
-from consumers.lag_watch import LagWatch
-from schemas.errors import BadInput, LogBroken, LogUnavailable
-from schemas.events import EventRejected, Position
-from schemas.ids import now_microseconds
-from schemas.metrics import ProgramMetrics
-from schemas.programs import ACCESS_BY_PROGRAM
-from schemas.run import Run
-from schemas.topics import FOREVER, NOBODY, TOPIC_BY_NAME, TOPICS
-from streams.log.connect import open_log
-from streams.log.protocol import Delivery, Log, Reader
-from streams.log.runs import run_facts
-from streams.rules.dead_letter import rejection
-from streams.rules.runs import fold, may_read
+from replayground.consumers.clickhouse import queries
+from replayground.consumers.clickhouse.deliveries import delivery_row
+from replayground.consumers.clickhouse.rows import Row
+from replayground.consumers.clickhouse.store import Place, Store, require_store
+from replayground.consumers.config import TracesSettings
+from replayground.consumers.lag_watch import LagWatch
+from replayground.schemas.errors import BadInput, LogBroken, LogUnavailable
+from replayground.schemas.events import EventRejected, Position
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.programs import ACCESS_BY_PROGRAM
+from replayground.schemas.run import Run
+from replayground.schemas.topics import FOREVER, NOBODY, TOPIC_BY_NAME, TOPICS
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Delivery, Log, Reader
+from replayground.streams.log.runs import run_facts
+from replayground.streams.rules.dead_letter import rejection
+from replayground.streams.rules.runs import fold, may_read
 
 _STAGE = "traces"
 _REST_SECONDS = 0.1
 _POLL_EVENTS_MAX = 250
-"decoded at once: as rows their size is counted, while events that were spilled to blobs are far larger than their messages"
+"""Deliveries decoded by one poll. The bytes of a batch are known only afterwards, and a spilled event is far larger
+than its message: this bounds by how much a batch can exceed batch_bytes_max."""
 _NAMES = [topic.name for topic in TOPICS]
 _KEPT = [topic.name for topic in TOPICS if not topic.compacted and topic.retention_milliseconds == FOREVER]
-"topics of which no message is ever removed"
+"topics from which no message is ever removed"
 
 _log = structlog.get_logger(__name__)
 
 
 def run(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
-    """Writes traces and serves the page until stopped. Raises BadInput, StoreFailed, LogUnavailable."""
+    """Writes traces and serves the page; returns when `stop` is set. Raises BadInput, StoreFailed, LogUnavailable."""
     if settings.follow:
         _follow(run, settings, program_metrics, stop)
     else:
@@ -55,7 +56,8 @@ def run(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics, sto
 
 
 def _follow(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
-    from consumers.dashboard.web import LogSource, WebServer  # once the settings are known to be good: it takes seconds
+    # Imported here because it takes seconds: wrong settings are reported before that.
+    from replayground.consumers.dashboard.web import LogSource, WebServer
 
     log = open_log(run)
     store = Store(settings.dsn, settings.database, settings.threads)
@@ -68,6 +70,7 @@ def _follow(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics,
         program_metrics.detail = f"page on http://127.0.0.1:{settings.port}"
         writer.write_until(stop)
     finally:
+        # The threads first: they use the store and the log.
         web.stop()
         lag.stop()
         store.close()
@@ -75,8 +78,8 @@ def _follow(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics,
 
 
 def _serve(settings: TracesSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
-    """The store as it is, without the log."""
-    from consumers.dashboard.web import WebServer
+    """Serves the store as it is, without a log, until `stop` is set."""
+    from replayground.consumers.dashboard.web import WebServer
 
     require_store(settings.dsn)
     store = Store(settings.dsn, settings.database, settings.threads)
@@ -91,7 +94,8 @@ def _serve(settings: TracesSettings, program_metrics: ProgramMetrics, stop: thre
 
 
 class TraceWriter:
-    """Brings the log into the store. `write_until` belongs to one thread; `await_caught_up` may be called by any."""
+    """Copies the log into the store. `write_until` belongs to one thread; `await_caught_up` is called from other
+    threads, by one caller at a time."""
 
     def __init__(
         self, log: Log, store: Store, run: Run, settings: TracesSettings, program_metrics: ProgramMetrics
@@ -107,16 +111,19 @@ class TraceWriter:
         self._answered = threading.Event()
 
     def write_until(self, stop: threading.Event) -> None:
-        """Reads and inserts until stopped; what was read is inserted before it returns. Raises StoreFailed,
+        """Reads and inserts until `stop` is set; inserts what was read before it returns. Raises StoreFailed,
         LogUnavailable, and BadInput when the store was filled from another log."""
+        # Both before the group is joined: from then on messages of the wrong log, or from behind a gap, would arrive.
         self._require_same_log()
         self._go_back_to_store()
         reader = self._log.reader(_NAMES, group=self._group)
         try:
             while not stop.is_set():
                 rows, events = self._gather(reader, stop)
-                # before the insert: what arrives during it is not in the store when we say that all is
+                # Before the insert: what arrives during it is not in the store when `complete` is reported.
                 complete = self._asked.is_set() and reader.caught_up()
+                # Insert, then commit: a crash in between delivers the same messages again, and they are skipped. The
+                # other order could leave messages that are committed and not in the store.
                 with self._program_metrics.busy():
                     self._insert(rows, events)
                 if events:
@@ -131,14 +138,16 @@ class TraceWriter:
         self._insert(self._rows(deliveries), len(deliveries))
 
     def _rows(self, deliveries: Sequence[Delivery]) -> list[Row]:
-        """The rows of what was not taken yet. Counted as taken from here on, not from the insert: a reader that slept past its
-        session is given again what it was given before, also what waits to be inserted."""
+        """Rows of the deliveries that were not taken before. Writes rejects. Raises LogUnavailable."""
         new: list[Delivery] = []
         for delivery in deliveries:
             if self._is_new(delivery):
                 new.append(delivery)
+                # Taken from here on, not from the insert on: a reader whose session expired gets again what it had
+                # polled, including rows that still wait to be inserted.
                 self._following[delivery.address.topic, delivery.address.partition] = delivery.address.offset + 1
-        self._reject(new)  # before the insert: what the store has is never looked at again
+        # Before the insert: offsets that the store has are skipped after a restart, and the rejects would be missing.
+        self._reject(new)
         return [delivery_row(delivery) for delivery in new]
 
     def _insert(self, rows: list[Row], events: int) -> None:
@@ -146,7 +155,8 @@ class TraceWriter:
         self._program_metrics.count("events_read", events)
 
     def _reject(self, deliveries: Sequence[Delivery]) -> None:
-        """What cannot be read and has no stage that refuses it becomes a dead letter here."""
+        """Writes a dead letter for every undecodable message that no other stage rejects; blocks until they are
+        stored."""
         unreadable = [(bad, bad.undecodable) for bad in deliveries if bad.undecodable is not None]
         rejects = [
             rejection(self._run_id, _STAGE, bad, reason, now_microseconds())
@@ -163,25 +173,28 @@ class TraceWriter:
             self._program_metrics.count("rejected", len(rejects))
 
     def _reject_for_absent_runs(self, unreadable: Sequence[tuple[Delivery, str]]) -> list[EventRejected]:
-        """What names a run by its first bytes is left to that run by all others (decision 0023). If the run has ended, began
-        later or never was, none of its programs comes by: the reject that its stage would write is written here."""
+        """The rejects that stages of other runs would write, for runs that do not write them. A message whose first
+        bytes name a run is left to that run by all others (decision 0023). If the run has ended, started after the
+        message or never existed, none of its programs will read it."""
         claimed = [(bad, reason, self._log.codec.run_of(bad.value)) for bad, reason in unreadable]
         if all(run_id is None for _, _, run_id in claimed):
             return []
-        # read now, not remembered: a message may arrive before the facts about its run, which are on another topic
+        # Read now, not kept in memory: a message may arrive before the facts about its run, which are on another topic.
         states = fold(run_facts(self._log))
         rejects: list[EventRejected] = []
         for bad, reason, run_id in claimed:
             state = None if run_id is None else states.get(run_id)
+            # NOBODY: a dead letter that cannot be decoded must not cause another dead letter.
             if run_id is None or _stage_of(bad) == NOBODY or (state is not None and may_read(state, bad.address)):
                 continue
-            # an id that no run has is no address for a reject: then it is the field's
+            # An id that the log does not know is no run: the reject belongs to the field.
             of_run = self._run_id if state is None else state.run_id
             rejects.append(rejection(of_run, _stage_of(bad), bad, reason, now_microseconds(), sender=_STAGE))
         return rejects
 
     def await_caught_up(self, timeout_seconds: float) -> bool:
-        """Waits until everything that is on the log at this moment is in the store; False when that takes too long."""
+        """Blocks until everything that is on the log now is in the store; returns False after the timeout."""
+        # Cleared first: an answer to an earlier call must not count for this one.
         self._answered.clear()
         self._asked.set()
         try:
@@ -190,7 +203,8 @@ class TraceWriter:
             self._asked.clear()
 
     def _gather(self, reader: Reader, stop: threading.Event) -> tuple[list[Row], int]:
-        """The rows of what arrives within the flush time, at most one batch, and how many events that was."""
+        """Rows of what arrives within the flush time, at most one batch, and the number of deliveries they came
+        from."""
         rows: list[Row] = []
         events = bytes_gathered = 0
         flush_at = time.monotonic() + self._settings.flush_seconds
@@ -205,7 +219,7 @@ class TraceWriter:
             events += len(deliveries)
             bytes_gathered += sum(len(row["body"]) for row in new)
             if len(deliveries) < room:
-                # messages come one by one: taken ten times a second instead, they cost a tenth of the processor time
+                # Messages arrive one by one: polled ten times a second instead, they cost a tenth of the CPU time.
                 stop.wait(min(_REST_SECONDS, patience_seconds))
         return rows, events
 
@@ -214,7 +228,9 @@ class TraceWriter:
         return address.offset >= self._following.get((address.topic, address.partition), 0)
 
     def _require_same_log(self) -> None:
-        """Offsets say what the store has already: on a log that was begun anew they would hide its first events."""
+        """Raises BadInput when the store was filled from another log. Offsets alone say what the store has: on a new
+        log they would hide its first events."""
+        # Only topics that keep everything: on others the last event of the store may be gone from the log.
         last = {
             (topic, partition): (offset, event_id)
             for topic, partition, offset, event_id in self._store.ask(queries.LAST_EVENTS).rows
@@ -223,25 +239,29 @@ class TraceWriter:
         differing = self._first_difference(last)
         if differing is not None:
             raise BadInput(
-                f"the trace store {self._settings.dsn} was filled from another log ({differing}): set [traces] dsn to another "
-                "folder, or remove that one to have it filled again"
+                f"the trace store {self._settings.dsn} was filled from another log ({differing}): set [traces] dsn to "
+                "another folder, or remove that one to have it filled again"
             )
 
     def _first_difference(self, last: dict[Place, tuple[int, str]]) -> str | None:
-        """Where the log does not have the last event that the store has of a partition. Of all partitions at once: one by one
-        it took a quarter of a second each."""
+        """Describes a partition where the log does not have the last event of the store; None when there is no such
+        partition."""
         if not last:
             return None
+        # One reader for all partitions: one by one took a quarter of a second each. Partitions without rows are read
+        # from their end on, so that nothing of them has to be read.
         ends = [end for end in self._log.end_positions(_KEPT) if (end.topic, end.partition) not in last]
         starts = [Position(topic=t, partition=p, offset=offset) for (t, p), (offset, _) in last.items()]
         try:
             reader = self._log.reader(_KEPT, start=[*starts, *ends])
+        # A position beyond the end of its partition.
         except LogBroken as error:
             return str(error)
         try:
             while last and not reader.caught_up():
                 for delivery in reader.poll(_POLL_EVENTS_MAX, _REST_SECONDS):
                     address = delivery.address
+                    # Only the first message of a partition is compared: it must be the last event of the store.
                     wanted = last.pop((address.topic, address.partition), None)
                     found = (address.offset, delivery.event.meta.id if delivery.event is not None else None)
                     if wanted is not None and found != wanted:
@@ -251,8 +271,8 @@ class TraceWriter:
         return f"{len(last)} partitions end before the last event of the store" if last else None
 
     def _go_back_to_store(self) -> None:
-        """The group may be ahead of the store, when rows were lost or the store was removed: what is between the two would
-        never be read. Raises LogUnavailable."""
+        """Moves the group back when it is ahead of the store, because rows were lost or the store was removed: what
+        lies between the two would never be read. Raises LogUnavailable."""
         in_store: Counter[str] = Counter()
         for (topic, _), following in self._following.items():
             in_store[topic] += following
@@ -260,6 +280,7 @@ class TraceWriter:
         if all(group_lags[topic].committed <= in_store[topic] for topic in _KEPT):
             return
         _log.warning("store_behind_group", group=self._group)
+        # alone: has every partition without joining the group, so that every position can be committed at once.
         reader = self._log.reader(_NAMES, group=self._group, alone=True)
         try:
             places = [(end.topic, end.partition) for end in self._log.end_positions(_NAMES)]
@@ -273,7 +294,8 @@ def _stage_of(delivery: Delivery) -> str:
 
 
 def _commit(reader: Reader) -> None:
-    """A commit that fails costs a second delivery, which the store passes over."""
+    """Commits what was polled. A failure is logged and not raised."""
+    # It only causes a second delivery, which is skipped because the store has these offsets.
     try:
         reader.commit()
     except LogUnavailable as error:

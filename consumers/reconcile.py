@@ -1,14 +1,14 @@
-"""P9 proven: the trace store against the log, partition by partition, by count and checksum; and mended by reading again.
+"""Compares the trace store with the log (P9) by count and checksum of each partition, and repairs it from the log.
 
-The checksum of a partition is the sum of the CRC-32 of every row's offset, id and body. ClickHouse computes it over what it
-has, this program over what the rows of the log ought to be. A partition whose sums differ is compared row by row. It is
-mended by removing every row at an offset where something is wrong and inserting what the log says there.
+The checksum of a partition is the sum of the CRC-32 of every row's offset, id and body. ClickHouse computes it over
+its rows, this program over the rows that the log gives. A partition whose sums differ is compared row by row. A repair
+deletes every row at an offset where something is wrong and inserts what the log has there.
 
-Of one run, only its own events and rows are compared, from where it started on. What cannot be read belongs to no run and is
-compared only with the whole field.
+For one run, only its own events and rows are compared, from its start positions on. Undecodable messages belong to no
+run and are compared only with the whole field.
 
-Not covered: a row beyond the end of the log also hides from the running trace writer what is appended there later; once it
-is removed, restart the traces program or reconcile again.
+Not covered: a row beyond the end of the log also makes the running trace writer skip what is appended at its offset
+later. Once the row is removed, restart the traces program or reconcile again.
 """
 
 import zlib
@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
-from consumers.clickhouse.deliveries import delivery_row
-from consumers.clickhouse.rows import Row
-from consumers.clickhouse.store import Place, Store
-from schemas.events import Position
-from schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
-from streams.log.protocol import Delivery, Log, Reader
+from replayground.consumers.clickhouse.deliveries import delivery_row
+from replayground.consumers.clickhouse.rows import Row
+from replayground.consumers.clickhouse.store import Place, Store
+from replayground.schemas.events import Position
+from replayground.schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
+from replayground.streams.log.protocol import Delivery, Log, Reader
 
 _EVENTS_MAX = 5000
 _POLL_SECONDS = 1.0
@@ -33,12 +33,13 @@ FROM events WHERE topic = {topic:String} AND partition = {partition:Int32}
 AND offset >= {first:Int64} AND offset < {following:Int64}
 """
 _OF_RUN = "AND run_id = {run:String}"
+# Both must compute what `checksum` computes, over the same bytes.
 _SUMS = f"SELECT count(), sum(CRC32(concat(toString(offset), ' ', id, ' ', body))) {_STRETCH}"
 _ROWS = f"SELECT offset, CRC32(concat(toString(offset), ' ', id, ' ', body)) {_STRETCH}"
 
 
 class PartitionComparison(Struct, frozen=True, kw_only=True):
-    """One partition, as it was found; and, when it was mended, what that came to."""
+    """What was found in one partition, and what a repair changed."""
 
     topic: str
     partition: int
@@ -47,24 +48,25 @@ class PartitionComparison(Struct, frozen=True, kw_only=True):
     missing: int = 0
     "events of the log without a row"
     surplus: int = 0
-    "rows that stand for no event, or for one that has another row"
+    "rows without an event, or beside another row of the same event"
     differing: int = 0
-    "events whose rows all say something else"
+    "events of which no row has the right content"
     removed: int = 0
-    "rows that were taken away"
+    "rows that were deleted"
     added: int = 0
-    "rows that were read again from the log"
+    "rows that were inserted from the log"
     agrees: bool = True
-    "whether the two say the same now, by a second comparison if something was mended"
+    "whether store and log agree now; compared again after a repair"
 
 
 class Scope(Struct, frozen=True, kw_only=True):
-    """What is compared: one run from where it started, or, by default, the whole field."""
+    """What is compared: one run from its start positions on, or by default the whole field."""
 
     run_id: str | None = None
     start: tuple[Position, ...] = ()
 
     def has(self, row: Row) -> bool:
+        # Rows of undecodable messages have no run_id.
         return self.run_id is None or row.get("run_id") == self.run_id
 
     def first(self, place: Place) -> int:
@@ -75,7 +77,7 @@ class Scope(Struct, frozen=True, kw_only=True):
 
 
 class _LogRange:
-    """What the log has of a partition."""
+    """What the log has of a partition, and the range of offsets in which the store is compared with it."""
 
     def __init__(self, place: Place, scope: Scope) -> None:
         self.topic, self.partition = place
@@ -103,7 +105,8 @@ class _LogRange:
 
     @property
     def _first(self) -> int:
-        """Where comparing begins. A topic may have forgotten what was before its first event."""
+        """Where comparing begins. Retention may have deleted what was before the first event, so rows before it are no
+        surplus."""
         if self.first is None or (self.scope.run_id is not None and not self._forgets):
             return self.scope.first((self.topic, self.partition))
         return self.first
@@ -115,18 +118,19 @@ class _LogRange:
 
     @property
     def may_have_holes(self) -> bool:
-        """Whether an offset between others may have been forgotten, because a newer message has its key."""
+        """Whether compaction may have removed offsets between others."""
         return self.topic in TOPIC_BY_NAME and TOPIC_BY_NAME[self.topic].compacted
 
     def reach(self, following: int) -> None:
-        """Also covers rows up to here: the log was read after they were in the store, so an event of theirs would have been
-        found. A topic that forgets may have had it once."""
+        """Extends the range to rows beyond the last event that was found."""
+        # These rows were in the store before the log was read, so their events would have been found. Where messages
+        # expire, they may have been deleted instead.
         if not self._forgets:
             self.following = max(self.following, following)
 
 
 class _Differences:
-    """A partition compared row by row."""
+    """Counts the differences of one partition. `in_store` has the checksums of all rows by offset."""
 
     def __init__(self, in_store: dict[int, list[int]]) -> None:
         self._in_store = in_store
@@ -137,7 +141,7 @@ class _Differences:
         return self.missing + self.surplus + self.differing
 
     def is_right(self, row: Row) -> bool:
-        """Whether the store has this row, once, and nothing else in its place."""
+        """Whether the store has exactly this row at its offset; counts what is wrong otherwise."""
         found = self._in_store.pop(row["offset"], [])
         wanted = checksum(row)
         self.missing += not found
@@ -146,7 +150,8 @@ class _Differences:
         return found == [wanted]
 
     def rest(self) -> list[int]:
-        """Offsets of the store that no row of the log was compared with."""
+        """Offsets of the store without an event on the log, counted as surplus. Call it after all rows were
+        compared."""
         self.surplus += sum(len(found) for found in self._in_store.values())
         return sorted(self._in_store)
 
@@ -157,9 +162,11 @@ WHOLE_FIELD = Scope()
 def reconcile(
     log: Log, store: Store, await_written: Callable[[], None], repair: bool, scope: Scope = WHOLE_FIELD
 ) -> list[PartitionComparison]:
-    """Compares everything of the scope that is on the log now. `await_written` returns when the store has been given all of it.
+    """Compares everything of the scope that is on the log now. `await_written` blocks until the store has all of it.
 
-    What the log has forgotten (by age, or because a newer value stands for it) is not held against the store."""
+    Rows of messages that retention or compaction removed from the log are no differences. Reads the whole log in scope.
+    Raises LogUnavailable, StoreFailed, and what `await_written` raises."""
+    # Before the log is read: every row up to here must have its event on the log (see reach).
     before = store.next_offsets()
     stretches = {place: _LogRange(place, scope) for place in before}
     reader = log.reader([topic.name for topic in TOPICS], start=scope.start)
@@ -171,6 +178,7 @@ def reconcile(
                 stretches.setdefault(place, _LogRange(place, scope)).add(row)
     finally:
         reader.close()
+    # After the log was read: everything that was found must be in the store before it can be missing there.
     await_written()
     for place, following in before.items():
         stretches[place].reach(following)
@@ -190,6 +198,7 @@ def _everything(reader: Reader) -> Iterator[Delivery]:
 
 
 def _compare(log: Log, store: Store, stretch: _LogRange, repair: bool) -> PartitionComparison:
+    # Sums first: they need no rows in memory, and in most partitions they agree.
     ((rows, total),) = store.ask(stretch.scope.of(_SUMS), stretch.question).rows
     seen = PartitionComparison(
         topic=stretch.topic, partition=stretch.partition, log_events=stretch.events, store_rows=int(rows)
@@ -198,6 +207,7 @@ def _compare(log: Log, store: Store, stretch: _LogRange, repair: bool) -> Partit
         return seen
     mending = _Repair(store, stretch) if repair else None
     found = _differences(log, store, stretch, mending)
+    # A repair is compared again instead of being believed.
     left = found if mending is None or not found.count else _differences(log, store, stretch, None)
     return replace(
         seen,
@@ -211,8 +221,8 @@ def _compare(log: Log, store: Store, stretch: _LogRange, repair: bool) -> Partit
 
 
 class _Repair:
-    """Puts rows right, some at a time. Rows that were removed and not yet inserted when this process is killed are missing,
-    and are added by the next time."""
+    """Replaces wrong rows, in batches. If the process is killed between delete and insert, rows are missing; the next
+    repair inserts them."""
 
     def __init__(self, store: Store, stretch: _LogRange) -> None:
         self._store = store
@@ -221,12 +231,13 @@ class _Repair:
         self.removed = self.added = 0
 
     def replace(self, row: Row) -> None:
+        # In batches, which bounds memory: every row of a partition may be wrong.
         self._wrong.append(row)
         if len(self._wrong) >= _EVENTS_MAX:
             self.finish([])
 
     def finish(self, unknown: list[int]) -> None:
-        """Also removes whatever stands at the unknown offsets."""
+        """Writes the last batch and deletes all rows at the unknown offsets."""
         rows, self._wrong = self._wrong, []
         self.removed += self._store.replace(self._place, [row["offset"] for row in rows], rows)
         self.added += len(rows)
@@ -242,6 +253,7 @@ def _differences(log: Log, store: Store, stretch: _LogRange, mending: _Repair | 
     for row in _rows_of(log, stretch):
         if not found.is_right(row) and mending is not None:
             mending.replace(row)
+    # On a compacted topic a row without a message is no surplus: a newer message of its key replaced it.
     unknown = [] if stretch.may_have_holes else found.rest()
     if mending is not None:
         mending.finish(unknown)
@@ -249,7 +261,7 @@ def _differences(log: Log, store: Store, stretch: _LogRange, mending: _Repair | 
 
 
 def _rows_of(log: Log, stretch: _LogRange) -> Iterator[Row]:
-    """The partition read again, as far as it was read the first time."""
+    """Rows of the partition, read again from the log as far as the first pass read it."""
     if not stretch.events:
         return
     reader = log.reader([stretch.topic], start=stretch.scope.start)

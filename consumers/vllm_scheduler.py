@@ -1,9 +1,9 @@
 """A scheduler for vLLM that starts paused and lets a probe through a pause.
 
-The reloader must see a server's own log-probabilities before it lets it sample (P10), but a paused vLLM holds back
-every new request. vLLM already makes one exception: a request that holds cache blocks goes on, so that a pause can
-drain. Here a request whose id says that it is a probe counts as one of those. Loaded by `--scheduler-cls`; this file is
-imported inside vLLM only.
+The reloader must see a server's own log-probabilities before the server may sample (P10), but a paused vLLM holds back
+every new request. vLLM makes one exception: a request that holds KV cache blocks goes on, so that a pause can drain.
+Here a request whose id marks it as a probe counts as one of those. Loaded by `--scheduler-cls`; imported inside vLLM
+only.
 """
 
 import ctypes
@@ -14,17 +14,19 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+# The same as in consumers.vllm_admin, which must not import vLLM.
 PROBE_MARK = "replayground-probe"
 _PR_SET_PDEATHSIG = 1
 
 
 class ProbeScheduler(Scheduler):
-    """vLLM's scheduler; paused until its weights are verified, with probes admitted."""
+    """vLLM's scheduler, which starts paused and admits probes during a pause."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        # Not PAUSED_ALL, under which vLLM schedules no waiting request at all, not even a probe.
         self.set_pause_state(PauseState.PAUSED_NEW)
-        # we run in the engine's process, whose parent may be killed: an engine without a server would stay for ever
+        # This is the engine's process. Its parent, the API server, may be killed: an engine without it would never end.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     @staticmethod

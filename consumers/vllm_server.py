@@ -1,7 +1,7 @@
-"""One vLLM server, as a child of this program, started from the newest weights on the log.
+"""Runs one vLLM server as a child process, started from the newest weights on the log.
 
-It starts paused (consumers.vllm_scheduler): the reloader verifies it and lets it sample. Flags are chosen for a small
-model on few shared cores, where vLLM's own work per token costs more than the model's.
+The server starts paused (consumers.vllm_scheduler): the reloader verifies its weights and resumes it. The flags are
+for a small model on few shared cores, where vLLM's own work per token costs more than the model's.
 """
 
 import os
@@ -17,32 +17,34 @@ from typing import IO
 
 import structlog
 
-from consumers.config import VllmSettings
-from consumers.vllm_admin import VllmAdmin
-from consumers.weights_files import WeightsFolder
-from schemas.blobs import open_blobs
-from schemas.errors import ReplaygroundError
-from schemas.events import WeightsPublished
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
-from streams.log.connect import open_log
-from streams.log.protocol import Log
-from streams.log.weights import newest_weights_from
+from replayground.consumers.config import VllmSettings
+from replayground.consumers.vllm_admin import VllmAdmin
+from replayground.consumers.weights_files import WeightsFolder
+from replayground.schemas.blobs import open_blobs
+from replayground.schemas.errors import ReplaygroundError
+from replayground.schemas.events import WeightsPublished
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
+from replayground.streams.log.weights import newest_weights_from
 
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
-"the name under which requests ask for the model"
+"name of the model in requests"
 _END_SECONDS_MAX = 15.0
 
 _log = structlog.get_logger(__name__)
 
 
 class ServerDied(ReplaygroundError):
-    """vLLM ended by itself, or never became healthy."""
+    """vLLM exited, or did not become healthy in time."""
 
 
 def run(run: Run, settings: VllmSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
-    """Waits for weights, serves until stopped. Raises ServerDied when vLLM ends by itself: whoever watches starts us again."""
+    """Waits for the first weights, then serves until `stop` is set. Raises ServerDied when vLLM exits: the supervisor
+    then starts this program again."""
+    # The log is needed only to find the weights: the reloader follows it from then on.
     log = open_log(run)
     try:
         program_metrics.detail = "waiting for the first weights"
@@ -61,7 +63,7 @@ def run(run: Run, settings: VllmSettings, program_metrics: ProgramMetrics, stop:
 
 
 def newest_weights(log: Log, run: Run, stop: threading.Event) -> WeightsPublished | None:
-    """The newest version of the run; waits for the first one. None when stopped before."""
+    """The newest version of the run. Blocks until there is one; None when `stop` is set before."""
     reader = log.reader(["weights"], start=newest_weights_from(log, run)[0], run_id=run.run_id)
     newest: WeightsPublished | None = None
     try:
@@ -70,6 +72,7 @@ def newest_weights(log: Log, run: Run, stop: threading.Event) -> WeightsPublishe
                 event = delivery.event
                 if isinstance(event, WeightsPublished) and event.meta.run_id == run.run_id:
                     newest = event if newest is None or event.version > newest.version else newest
+            # Not the first one found: with an older version the server would start and be reloaded at once.
             if newest is not None and reader.caught_up():
                 return newest
     finally:
@@ -78,7 +81,8 @@ def newest_weights(log: Log, run: Run, stop: threading.Event) -> WeightsPublishe
 
 
 def serve(model: Path, settings: VllmSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
-    """Runs `vllm serve` on a model folder until stopped."""
+    """Runs `vllm serve` on a model folder until `stop` is set. Raises ServerDied."""
+    # A session of its own: vLLM starts further processes, which are ended together as one process group (_end).
     child = subprocess.Popen(
         command(model, settings),
         env=environment(settings),
@@ -87,6 +91,7 @@ def serve(model: Path, settings: VllmSettings, program_metrics: ProgramMetrics, 
         start_new_session=True,
     )
     assert child.stdout is not None
+    # A thread reads its output all the time: a full pipe would block vLLM.
     forwarder = threading.Thread(target=_forward, args=(child.stdout,), daemon=True)
     forwarder.start()
     try:
@@ -101,47 +106,54 @@ def serve(model: Path, settings: VllmSettings, program_metrics: ProgramMetrics, 
 
 
 def command(model: Path, settings: VllmSettings) -> list[str]:
-    """`vllm serve` by this very Python, so that no other installation is picked up from the PATH."""
+    """The command line of `vllm serve`, run by this Python and not by whatever `vllm` is first in the PATH."""
     return [
         sys.executable,
-        *("-m", "consumers.vllm_child", "serve", str(model)),
+        *("-m", "replayground.consumers.vllm_child", "serve", str(model)),
         *("--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(settings.port)),
         *("--dtype", settings.dtype, "--max-model-len", str(settings.tokens_max)),
         *("--max-num-seqs", str(settings.sequences_max)),
-        # token ids in, token ids out, by /inference/v1/generate: no tokenizer is loaded and no text is made
+        # Token ids in, token ids out, by /inference/v1/generate: no tokenizer is loaded and no text is made.
         "--tokens-only",
+        # Log-probabilities of the distribution that was sampled from, after temperature and the like. `vllm`: sampling
+        # defaults of vLLM, not those of the model's generation_config.json.
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        *("--scheduler-cls", "consumers.vllm_scheduler.ProbeScheduler"),
-        *("--worker-extension-cls", "consumers.vllm_worker.ReloadingWorker"),
-        # the model runs inside the engine's process: a process and its busy waiting less, 28 % less processor per token.
-        # By its dotted name, since vLLM on CPU replaces the short name "uni" by "mp"
+        *("--scheduler-cls", "replayground.consumers.vllm_scheduler.ProbeScheduler"),
+        *("--worker-extension-cls", "replayground.consumers.vllm_worker.ReloadingWorker"),
+        # The model runs inside the engine's process, which saves a process and its busy waiting: 28 % less CPU time per
+        # token. Named by its class, because vLLM on CPU replaces the short name "uni" by "mp".
         *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
         *("--enforce-eager", "--no-use-tqdm-on-load", "--disable-log-stats"),
         *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+        # Last, so that a user's argument wins over the ones above.
         *settings.arguments,
     ]
 
 
 def environment(settings: VllmSettings) -> dict[str, str]:
+    # vLLM imports our scheduler and worker by name, in processes of its own.
     project = str(Path(__file__).resolve().parent.parent)
     return {
         **os.environ,
         "REPLAYGROUND_PARENT": str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(filter(None, (project, os.environ.get("PYTHONPATH")))),
         "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gibibytes),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared: the kernel places threads better than vLLM
+        # The cores are shared with other programs: the kernel places threads better than a fixed binding.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(settings.threads),
+        # Pause, reload and version label are endpoints of the development mode.
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # or the first request compiles C++ for 17 s, and needs a compiler
+        # Otherwise the first request compiles C++ for 17 s, and needs a compiler.
+        "TORCHDYNAMO_DISABLE": "1",
     }
 
 
 def _forward(output: IO[bytes]) -> None:
-    """vLLM's lines into our log; ends when every process of the child has closed its output."""
+    """Copies vLLM's output into our log; returns when every process of the child has closed it."""
     with output:
         for line in output:
             text = line.decode("utf-8", "replace").rstrip()
@@ -154,6 +166,7 @@ def _await_health(child: subprocess.Popen[bytes], settings: VllmSettings, stop: 
     deadline = time.monotonic() + settings.start_seconds_max
     try:
         while not stop.wait(0.25):
+            # A vLLM that has exited must not be waited for until the deadline.
             _require_alive(child)
             if admin.healthy():
                 return
@@ -170,13 +183,14 @@ def _require_alive(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Asks the whole process group to end, then makes it."""
+    """Ends the process group: SIGTERM, then SIGKILL after 15 s or as soon as the server has exited."""
     _signal_group(child.pid, signal.SIGTERM)
     try:
         child.wait(timeout=_END_SECONDS_MAX)
     except subprocess.TimeoutExpired:
         _log.warning("vllm_did_not_end", seconds=_END_SECONDS_MAX)
-    _signal_group(child.pid, signal.SIGKILL)  # its helpers too: the engine may outlive the server
+    # Also when the server has exited: its engine may outlive it.
+    _signal_group(child.pid, signal.SIGKILL)
     child.wait()
 
 

@@ -1,7 +1,7 @@
-"""The one command, `replayground`. Each command says what it does and shows an example; the work is done elsewhere.
+"""The command `replayground`: parses arguments and calls the modules that do the work.
 
-Bad input is one line on stderr and exit code 2; a part that failed is one line that names its log and exit code 1.
-Heavy things are imported by the commands that need them, after what was asked for has been understood.
+Exit code 2 means bad input, 1 that a part failed; both print one line on stderr, for a failed part with its log file.
+Commands import heavy modules inside their functions, so that `--help` and argument errors need neither torch nor vLLM.
 """
 
 import sys
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy import authoring
-from deploy.operate import commands, inspection
-from deploy.options import FIELD, EchoOnce, Field, RunArgument, console
-from deploy.options import echo as _say
-from schemas.errors import BadInput, ReplaygroundError
+from replayground.deploy import authoring
+from replayground.deploy.operate import commands, inspection
+from replayground.deploy.options import FIELD, EchoOnce, Field, RunArgument, console
+from replayground.deploy.options import echo as _say
+from replayground.schemas.errors import BadInput, ReplaygroundError
 
 if TYPE_CHECKING:
-    from deploy.local.folder import FieldFolder
-    from deploy.resolve import ResolvedConfig
-    from deploy.run_lifecycle import StartedRun
+    from replayground.deploy.local.folder import FieldFolder
+    from replayground.deploy.resolve import ResolvedConfig
+    from replayground.deploy.run_lifecycle import StartedRun
 
 app = typer.Typer(
     help="A practice field for LLM agents, kept as a log.",
@@ -37,9 +37,10 @@ Detach = Annotated[bool, typer.Option("--detach", help="Leave the run in the bac
 
 
 def main() -> None:
-    """The entry point: turns errors into a line and an exit code."""
+    """The entry point of the console script. Turns our errors into one line on stderr and an exit code."""
     try:
         app()
+    # BadInput is a ReplaygroundError: it must be caught first, or bad input would exit with 1.
     except BadInput as error:
         _fail(str(error), 2)
     except ReplaygroundError as error:
@@ -47,6 +48,7 @@ def main() -> None:
 
 
 def _fail(line: str, code: int) -> None:
+    # Messages may quote output with line breaks; scripts that read stderr expect exactly one line.
     print(" ".join(line.split()), file=sys.stderr, flush=True)
     sys.exit(code)
 
@@ -68,21 +70,23 @@ def run(
 
     Examples:  replayground run  ·  replayground run my.toml --seed 1 --exit  ·  replayground run my.toml --detach
     """
-    from deploy.config import DEFAULT_CONFIG
-    from deploy.field import ensure_field
-    from deploy.local.stack import terminate_on_signals
-    from deploy.progress import StartProgress
-    from deploy.resolve import read_request
-    from deploy.run_lifecycle import start_run
+    from replayground.deploy.config import DEFAULT_CONFIG
+    from replayground.deploy.field import ensure_field
+    from replayground.deploy.local.stack import terminate_on_signals
+    from replayground.deploy.progress import StartProgress
+    from replayground.deploy.resolve import read_request
+    from replayground.deploy.run_lifecycle import start_run
 
     _require_one(leave, detach)
     terminate_on_signals()
+    # Before the field is started: a mistake in the job is reported in a second instead of after the whole start.
     authoring.require_sound(job or DEFAULT_CONFIG, seed)
     asked = read_request(job or DEFAULT_CONFIG, seed)
     folder, resolved, _ = ensure_field(field, asked, lambda: StartProgress(console), _say)
     try:
         started = start_run(folder, resolved, asked, lambda: StartProgress(console), not detach, _say)
     except BaseException:
+        # Ctrl-C too: with --exit, a start that is interrupted must not leave the field running.
         _leave_field(folder, resolved, leave)
         raise
     _show(folder, resolved, started, leave, detach)
@@ -97,16 +101,16 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped, failed or lost; without RUN, with the newest that has not finished.
 
-    All that is needed is on the log: it works in another folder and on another machine with the same addresses. A start of
-    the run that is still active elsewhere gives way.
+    Config and files come from the log, so this works in another folder and on another machine with the same addresses.
+    A start of the run that is still active elsewhere is stopped.
 
     Examples:  replayground resume  ·  replayground resume 20260713-0915 --exit
     """
-    from deploy.field import ensure_field
-    from deploy.local.stack import terminate_on_signals
-    from deploy.progress import StartProgress
-    from deploy.run_lifecycle import log_of, newest_unfinished, resume_run
-    from deploy.runs import find_run, list_runs
+    from replayground.deploy.field import ensure_field
+    from replayground.deploy.local.stack import terminate_on_signals
+    from replayground.deploy.progress import StartProgress
+    from replayground.deploy.run_lifecycle import log_of, newest_unfinished, resume_run
+    from replayground.deploy.runs import find_run, list_runs
 
     _require_one(leave, detach)
     terminate_on_signals()
@@ -114,6 +118,7 @@ def resume(
     try:
         with log_of(resolved) as log:
             states = list_runs(log)
+        # Without RUN, a run whose programs are up here is not a candidate: it needs no resume.
         here = {running.run_id for running in folder.running()}
         state = find_run(states.values(), run) if run else newest_unfinished(states, here)
         if state.is_finished:
@@ -131,25 +136,27 @@ def stop(run: RunArgument = None, field: Field = FIELD) -> None:
 
     Examples:  replayground stop  ·  replayground stop 20260713-0915
     """
-    from deploy.field import running_field
-    from deploy.operate.requests import active_run
-    from deploy.run_lifecycle import log_of, stop_run
-    from deploy.runs import list_runs, user_name, write_end
+    from replayground.deploy.field import running_field
+    from replayground.deploy.operate.requests import active_run
+    from replayground.deploy.run_lifecycle import log_of, stop_run
+    from replayground.deploy.runs import list_runs, user_name, write_end
 
     folder, resolved = running_field(field)
     with log_of(resolved) as log:
         state = active_run(list_runs(log), run)
         here = folder.run(state.run_id)
+        # Three cases: its programs run here; they are gone everywhere; they run on another machine.
         if here.path in [running.path for running in folder.running()]:
             began = time.monotonic()
             stop_run(here, f"stopped by {user_name()}", EchoOnce())
             _say(f"✓ {state.run_id} stopped {time.monotonic() - began:.1f} s")
         elif inspection.is_lost(folder, resolved, state):
+            # No monitor is left to write RunEnded, and without it the run would count as active forever.
             write_end(log, state.run_id, state.starts, "stopped", f"its programs were gone; ended by {user_name()}")
-            _say(f"{state.run_id} had no programs any more; its end is on the log")
+            _say(f"{state.run_id} had no programs any more; RunEnded is written")
         else:
             raise BadInput(f"{state.run_id} runs elsewhere (started by {state.started_by}): stop it there")
-    _say(f"`replayground resume {state.run_id}` goes on with it")
+    _say(f"`replayground resume {state.run_id}` continues it")
 
 
 @app.command()
@@ -167,17 +174,18 @@ def up(
 
     Examples:  replayground up  ·  replayground up field.toml --field /data/field
     """
-    from deploy.field import mention_old_runs, prepare_field, start_field
-    from deploy.local.folder import field_folder, hold_lock
-    from deploy.local.stack import terminate_on_signals
-    from deploy.progress import StartProgress
-    from deploy.resolve import read_request
+    from replayground.deploy.field import mention_old_runs, prepare_field, start_field
+    from replayground.deploy.local.folder import field_folder, hold_lock
+    from replayground.deploy.local.stack import terminate_on_signals
+    from replayground.deploy.progress import StartProgress
+    from replayground.deploy.resolve import read_request
 
     terminate_on_signals()
     asked = None if config is None else read_request(config)
     folder = field_folder(field)
     mention_old_runs(folder, _say)
     running = f"the field in {field} is running already: `replayground status` shows it, `replayground down` stops it"
+    # The guard inherits the descriptor of the lock, so the lock outlives this command and ends with the field.
     with hold_lock(folder.path, running) as lock:
         resolved = prepare_field(folder, asked)
         with StartProgress(console) as progress:
@@ -192,10 +200,10 @@ def down(field: Field = FIELD) -> None:
 
     Example:  replayground down
     """
-    from deploy.field import attach_field
-    from deploy.local.folder import field_folder, is_locked
-    from deploy.run_lifecycle import stop_run
-    from deploy.runs import user_name
+    from replayground.deploy.field import attach_field
+    from replayground.deploy.local.folder import field_folder, is_locked
+    from replayground.deploy.run_lifecycle import stop_run
+    from replayground.deploy.runs import user_name
 
     folder = field_folder(field)
     running = folder.running()
@@ -203,9 +211,10 @@ def down(field: Field = FIELD) -> None:
         _say(f"nothing runs in {field}")
         return
     began = time.monotonic()
+    # Runs first: their programs need the broker to drain, and their monitors need it to write RunEnded.
     for run_folder in running:
         stop_run(run_folder, f"the field was stopped by {user_name()}", EchoOnce())
-        _say(f"✓ {run_folder.run_id} stopped; `replayground resume {run_folder.run_id}` goes on with it")
+        _say(f"✓ {run_folder.run_id} stopped; `replayground resume {run_folder.run_id}` continues it")
     attach_field(folder).stop(EchoOnce())
     _say(f"✓ stopped {time.monotonic() - began:.1f} s")
 
@@ -247,25 +256,27 @@ def serve(
 
     Example:  replayground serve rollouts --folder field/runs/latest --worker rollouts-2
     """
-    from deploy.local.guard import REASON_FILE
-    from deploy.programs import PROGRAM_BY_NAME
-    from deploy.resolve import load_file
+    from replayground.deploy.local.guard import REASON_FILE
+    from replayground.deploy.programs import PROGRAM_BY_NAME
+    from replayground.deploy.resolve import load_file
 
     if program not in PROGRAM_BY_NAME:
         raise BadInput(f"there is no program {program}; there are: {', '.join(PROGRAM_BY_NAME)}")
+    # run.json and field.json hold everything that a program needs; the TOML file may be on another machine.
     resolved = load_file(folder / ("field.json" if PROGRAM_BY_NAME[program].of_field else "run.json"))
-    from deploy.serve import serve as serve_program
+    from replayground.deploy.serve import end_process
+    from replayground.deploy.serve import serve as serve_program
 
-    raise typer.Exit(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program, folder / REASON_FILE))
+    end_process(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program, folder / REASON_FILE))
 
 
 @app.command(hidden=True)
 def monitor(
     folder: Annotated[Path, typer.Option(envvar="REPLAYGROUND_FOLDER", help="Folder of the run.")],
 ) -> None:
-    """Look after a start of a run, until it ends. The supervisor of the run calls this."""
-    from deploy.local.folder import RunFolder
-    from deploy.monitor import monitor as watch
+    """Watch one start of a run until it ends. The supervisor of the run calls this."""
+    from replayground.deploy.local.folder import RunFolder
+    from replayground.deploy.monitor import monitor as watch
 
     raise typer.Exit(watch(RunFolder(folder)))
 
@@ -276,10 +287,12 @@ def _require_one(leave: bool, detach: bool) -> None:
 
 
 def _show(folder: "FieldFolder", field: "ResolvedConfig", run: "StartedRun", leave: bool, detach: bool) -> None:
-    """Shows a run until it has ended. Raises what it failed with."""
-    from deploy.live import view_for
-    from deploy.run_lifecycle import follow, stop_run
-    from deploy.runs import user_name
+    """Shows a run until it has ended, or returns at once with `detach`. Ctrl-C drains and stops the run.
+
+    Raises BadInput or StackFailed when the run did not finish."""
+    from replayground.deploy.live import view_for
+    from replayground.deploy.run_lifecycle import follow, stop_run
+    from replayground.deploy.runs import user_name
 
     run_id = run.resolved.run_id
     if detach:
@@ -289,39 +302,44 @@ def _show(folder: "FieldFolder", field: "ResolvedConfig", run: "StartedRun", lea
     try:
         with view_for(console, run_id, field.page_url) as view:
             follow(run, view)
+        # After the view is closed: a live view would draw over the text.
         _report_end(field, run)
     except KeyboardInterrupt:
         _say("draining; Ctrl-C again kills what is left")
         stop_run(run.folder, f"stopped by {user_name()}", EchoOnce(), run.stack)
-        _say(f"{run_id} is stopped; `replayground resume {run_id}` goes on with it")
+        _say(f"{run_id} is stopped; `replayground resume {run_id}` continues it")
         raise
     finally:
+        # Last: the broker has to be up until RunEnded is written and read.
         _leave_field(folder, field, leave)
 
 
 def _report_end(field: "ResolvedConfig", run: "StartedRun") -> None:
-    """Says how a run ended, as the log has it. Raises BadInput or StackFailed when it did not finish."""
-    from deploy.local.stack import StackFailed
-    from deploy.run_lifecycle import closing_text, end_of_start
+    """Prints how a run ended according to the log. Raises BadInput or StackFailed when it did not finish."""
+    from replayground.deploy.local.stack import StackFailed
+    from replayground.deploy.run_lifecycle import closing_text, end_of_start
 
     run_id = run.resolved.run_id
     end = end_of_start(field, run)
+    # The stack has ended without RunEnded: guard or supervisor was killed, or the log did not answer.
     if end is None:
-        raise StackFailed(f"the programs of {run_id} are gone: `replayground resume {run_id}` goes on with it")
+        raise StackFailed(f"the programs of {run_id} are gone: `replayground resume {run_id}` continues it")
     if end.reason == "finished":
         _say(closing_text(run.folder))
         return
     if end.reason == "failed":
+        # A reason file means bad input or a full disk: exit code 2, since a person must act. Else a program failed: 1.
         raise BadInput(end.detail) if run.stack.reason() is not None else StackFailed(end.detail)
     if end.reason == "taken_over":
         raise StackFailed(f"{run_id} was resumed elsewhere, so it was stopped here: {end.detail}")
-    raise StackFailed(f"{run_id} was stopped: {end.detail}; `replayground resume {run_id}` goes on with it")
+    raise StackFailed(f"{run_id} was stopped: {end.detail}; `replayground resume {run_id}` continues it")
 
 
 def _leave_field(folder: "FieldFolder", field: "ResolvedConfig", leave: bool) -> None:
-    """Stops the field when that was asked for and no other run needs it; says what stays up."""
-    from deploy.field import attach_field
+    """With --exit, stops the field unless other runs are active on it. Prints whether the field stays up."""
+    from replayground.deploy.field import attach_field
 
+    # Asked now and not at the start of the run: others may have come and gone meanwhile.
     others = [run.run_id for run in folder.running()]
     if not leave:
         _say(f"the field stays up: {field.page_url}; `replayground down` stops it")

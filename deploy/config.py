@@ -1,8 +1,9 @@
-"""The config of a field and of a run: TOML files with one section a program, plus [job], [log], [blobs], [local], [harness].
+"""The config of a field and of a run: TOML files with one section per program, plus [job], [log], [blobs], [local] and
+[harness].
 
-Sections are the settings classes of the programs, so a setting exists here exactly when a program reads it. Addresses and
-folders may be left out: the local stack fills them in (deploy.resolve). FIELD_SECTIONS describe the field: a job file may
-have them too, and then they must agree with the field that the job is run on. All others describe the run.
+Sections are the settings classes of the programs, so a setting exists here only if a program reads it. Addresses and
+folders may be left out: deploy.resolve fills them in. FIELD_SECTIONS describe the field; a job file may contain them,
+and then they must agree with the field on which the job runs. All other sections describe the run.
 """
 
 import copy
@@ -16,13 +17,13 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from consumers.config import ReloaderSettings, TracesSettings, VllmSettings
-from deploy.programs import PROGRAMS_OF_RUN
-from producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
-from schemas.errors import BadInput
-from schemas.run import JobSettings, LogSettings
-from streams.config import CutSettings, StreamsSettings
-from trainer.config import TrainerSettings
+from replayground.consumers.config import ReloaderSettings, TracesSettings, VllmSettings
+from replayground.deploy.programs import PROGRAMS_OF_RUN
+from replayground.producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
+from replayground.schemas.errors import BadInput
+from replayground.schemas.run import JobSettings, LogSettings
+from replayground.streams.config import CutSettings, StreamsSettings
+from replayground.trainer.config import TrainerSettings
 
 DEFAULT_CONFIG = Path(__file__).parent / "config" / "stockroom.toml"
 
@@ -35,7 +36,8 @@ PATH_SETTINGS = (
     "rollouts.tools.search.corpus",
     "rollouts.tools.search.recordings",
 )
-"settings that name a file or a folder that a run needs; job.module only when it ends with .py"
+"settings that name a file or folder of the run; job.module only when it ends with .py"
+# Of a run's config these are not written to the log: they may differ where the run is resumed.
 FIELD_SECTIONS = ("log", "blobs", "traces", "local")
 
 
@@ -62,10 +64,10 @@ class BlobsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Where what is too large for the log is kept. TOML section [blobs]."""
 
     url: str = ""
-    """empty = in the folder of the field; or a bucket, such as s3://bucket/prefix, or file:///folder. Keys and the address of
-    the server stand in the environment: see schemas.blobs"""
+    """empty = in the folder of the field; or a bucket, such as s3://bucket/prefix, or file:///folder. Keys and the
+    address of the server are read from the environment: see schemas.blobs"""
     also_read: tuple[str, ...] = ()
-    "other stores of the same kind, such as another field's: blobs that events name below one of these may be read there"
+    "other stores of the same kind, such as another field's, from which blobs may be read that events name there"
 
 
 class HarnessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,14 +108,14 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Problem(NamedTuple):
-    """What is wrong with a config, and which setting or section it concerns, such as job.steps."""
+    """One mistake in a config: the setting or section that it concerns, such as job.steps, and a sentence."""
 
     setting: str
     sentence: str
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file as it stands, relative paths made absolute. Raises BadInput with the line of a mistake."""
+    """The content of a TOML file with its relative paths made absolute. Raises BadInput with the line of a mistake."""
     try:
         with path.open("rb") as file:
             raw = tomllib.load(file)
@@ -123,6 +125,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is no TOML: {error}") from error
+    # Checked here, since msgspec would report a setting outside of all sections as an unknown section.
     for section in raw.values():
         if not isinstance(section, dict):
             raise BadInput(f"{path}: fields stand in sections: {', '.join(f'[{name}]' for name in _fields(Config))}")
@@ -130,17 +133,19 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_config(raw: dict[str, Any], source: Path) -> Config:
-    """Checks every field. Raises BadInput that names file, section.field and what is allowed."""
+    """Checks every field. Raises BadInput that names file, section.field and the allowed values."""
     config, problems = examine(raw)
+    # Only the first problem: a command prints one line. `check` prints all of them.
     for problem in problems:
         raise BadInput(f"{source}: {problem.sentence}")
     return config
 
 
 def examine(raw: dict[str, Any]) -> tuple[Config, list[Problem]]:
-    """Everything that is wrong with a config; and the config without what is wrong, so that the rest can be tried too."""
+    """All mistakes in a config, and the config without the wrong settings, so that the rest can be checked too."""
     rest = copy.deepcopy(raw)
     problems: list[Problem] = []
+    # msgspec stops at the first mistake: remove it and convert again, until what is left is valid.
     while True:
         try:
             config = msgspec.convert(rest, Config, strict=True)
@@ -152,14 +157,15 @@ def examine(raw: dict[str, Any]) -> tuple[Config, list[Problem]]:
 
 
 def load_config(path: Path) -> Config:
-    """A config file, read and checked."""
+    """Reads and checks a config file. Raises BadInput."""
     return parse_config(read_toml(path), path)
 
 
 def _with_absolute_paths(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Paths in a config are relative to it; programs run elsewhere."""
+    """Makes relative paths absolute, in place: they are relative to the config file, and programs run elsewhere."""
     for setting in PATH_SETTINGS:
         value = setting_at(raw, setting)
+        # A wrong type stays as it is: the check that follows reports it. A module may be a dotted name.
         is_path = isinstance(value, str) and value != "" and (setting != "job.module" or value.endswith(".py"))
         if is_path:
             set_setting(raw, setting, str(folder / str(value)))
@@ -184,7 +190,8 @@ def set_setting(raw: dict[str, Any], setting: str, value: Any) -> None:
 
 
 def _drop(raw: dict[str, Any], setting: str) -> None:
-    """Removes a setting, or the nearest section above it: NAME stands for an entry that msgspec does not tell."""
+    """Removes a setting, or the section above it if the setting lies inside a list or a table of named entries."""
+    # msgspec writes [...] for the key of a table (NAME here): the entry is unknown, so the whole table is removed.
     *sections, name = re.sub(r"\[\d+\].*|\.NAME.*", "", setting).split(".")
     for section in sections:
         raw = raw[section]
@@ -192,7 +199,8 @@ def _drop(raw: dict[str, Any], setting: str) -> None:
 
 
 def _disagreements(config: Config) -> Iterator[Problem]:
-    """What concerns more than one section, and what is cheaper to notice now than by a program in a minute."""
+    """Mistakes that types cannot express: settings that contradict each other, and files that do not exist."""
+    # Checked before anything starts: a program would report the same only after the whole stack is up.
     if config.job.staleness_target > config.job.staleness_max:
         sentence = f"job.staleness_target must be at most job.staleness_max ({config.job.staleness_max})"
         yield Problem("job.staleness_target", sentence)
@@ -203,7 +211,10 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         sentence = f"harness.programs: there is no {unknown[0]}; allowed: {', '.join(known)}"
         yield Problem("harness.programs", sentence)
     if bool(config.log.bootstrap_servers) != bool(config.log.registry_url):
-        sentence = "set both log.bootstrap_servers and log.registry_url, or neither for a broker and a registry on this machine"
+        sentence = (
+            "set both log.bootstrap_servers and log.registry_url, "
+            "or neither for a broker and a registry on this machine"
+        )
         yield Problem("log", sentence)
     if config.feeder.tasks_file is not None and not Path(config.feeder.tasks_file).is_file():
         sentence = f"feeder.tasks_file {config.feeder.tasks_file} does not exist: name a JSONL file of tasks"
@@ -214,13 +225,13 @@ def _disagreements(config: Config) -> Iterator[Problem]:
 
 def _problems_of_versions_kept(config: Config) -> Iterator[Problem]:
     stale, skipped = config.job.staleness_max + 1, config.reloader.skipped_versions_max + 2
-    if 0 < config.trainer.versions_kept < max(stale, skipped):
+    if 0 < config.job.versions_kept < max(stale, skipped):
         sentence = (
-            f"trainer.versions_kept must be 0 (all) or at least {max(stale, skipped)}: trajectories of {stale} versions may "
-            f"still be trained on (job.staleness_max + 1), and servers may be brought to {skipped} versions "
-            "(reloader.skipped_versions_max + 2)"
+            f"job.versions_kept must be 0 (all) or at least {max(stale, skipped)}: trajectories of {stale} "
+            f"versions may still be trained on (job.staleness_max + 1), and servers may be brought to {skipped} "
+            "versions (reloader.skipped_versions_max + 2)"
         )
-        yield Problem("trainer.versions_kept", sentence)
+        yield Problem("job.versions_kept", sentence)
 
 
 def _problems_of_model(folder: Path) -> Iterator[Problem]:
@@ -236,7 +247,8 @@ def _problems_of_model(folder: Path) -> Iterator[Problem]:
 
 
 def _explain(problem: str) -> Problem:
-    """msgspec's message in the words of a TOML file."""
+    """Translates a message of msgspec into the terms of a TOML file."""
+    # Such as "Object contains unknown field `stps` - at `$.job`".
     what, _, where = problem.replace("[...]", ".NAME").partition(" - at `$")
     path = [part for part in where.rstrip("`").lstrip(".").split(".") if part]
     section = ".".join(path)
@@ -248,6 +260,7 @@ def _explain(problem: str) -> Problem:
         return Problem(section, f"{section}: {what.replace('`', '')}")
     name, allowed = unknown.group(1), list(_fields(_settings_at(path)))
     setting = ".".join([*path, name])
+    # They were [local] settings before fields and runs were separated (decision 0020).
     if path == ["local"] and name in ("programs", "restarts_max"):
         return Problem(setting, f"[local] {name} describes a run, not the field: set it in [harness]")
     close = difflib.get_close_matches(name, allowed, 1)

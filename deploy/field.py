@@ -1,9 +1,9 @@
-"""The field from its start to its stop: what `replayground up` and `down` do, and what every other command needs of it.
+"""Starting, finding and stopping a field: what `replayground up` and `down` do, and what other commands need of it.
 
-prepare_field  config to a folder, addresses and ports
-start_field    broker, registry and traces as one stack in the background
-ensure_field   the field that a run is started on, itself started if it is not running
-open_field     the field that runs, or one that is started for the time of a command
+prepare_field  resolves the config: addresses, ports and folders
+start_field    starts broker, registry and traces as one stack
+ensure_field   the field for a new run; starts it in the background if it is not running
+open_field     the running field, or one that is started for the time of one command
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.local.folder import (
+from replayground.deploy.local.folder import (
     FieldFolder,
     create_field_folder,
     field_folder,
@@ -25,9 +25,9 @@ from deploy.local.folder import (
     require_disk,
     take_lock,
 )
-from deploy.local.kafka import Broker
-from deploy.local.registry import SchemaRegistry
-from deploy.local.stack import (
+from replayground.deploy.local.kafka import Broker
+from replayground.deploy.local.registry import SchemaRegistry
+from replayground.deploy.local.stack import (
     LogAddresses,
     ProgressListener,
     RunningStack,
@@ -39,28 +39,38 @@ from deploy.local.stack import (
     has_started,
     start,
 )
-from deploy.local.supervisor import SupervisedProgram
-from deploy.programs import PROGRAMS_OF_FIELD, Program
-from deploy.resolve import RequestedConfig, ResolvedConfig, connectable, load, require_agreement, resolve_field, save
-from deploy.traces_client import TracesClient
-from schemas.errors import BadInput
+from replayground.deploy.local.supervisor import SupervisedProgram
+from replayground.deploy.programs import PROGRAMS_OF_FIELD, Program
+from replayground.deploy.resolve import (
+    RequestedConfig,
+    ResolvedConfig,
+    connectable,
+    load,
+    require_agreement,
+    resolve_field,
+    save,
+)
+from replayground.deploy.traces_client import TracesClient
+from replayground.schemas.errors import BadInput
 
 _START_SECONDS_MAX = 300.0
 _LOOK_SECONDS = 0.2
 _NOTHING_ASKED = RequestedConfig(source="the default field", raw={})
-# no hub is asked: a run must not depend on a network that may not be there
+# Offline: transformers and vLLM may ask the Hugging Face hub even for local models, and a run must not need a network.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 OLD_RUNS = Path("runs")
-"where runs were kept before fields"
+"where older releases kept their runs"
 
 type Say = Callable[[str], None]
 type ShowProgress = Callable[[], AbstractContextManager[ProgressListener]]
 
 
 def prepare_field(folder: FieldFolder, asked: RequestedConfig | None) -> ResolvedConfig:
-    """The addresses of the next start. The lock must be held. Without `asked`, as it was asked for before.
-    Raises BadInput."""
-    forget_start(folder)  # or whoever waits for this start would take the one before for it
+    """Addresses and ports of the next start. Without `asked`, the config of the last start is used.
+
+    The lock of the folder must be held. Raises BadInput."""
+    # Before anything else: a command in wait_until_started would take the file of the previous start for this one.
+    forget_start(folder)
     before = load(folder) if folder.exists else None
     asked = asked or (before.asked if before else _NOTHING_ASKED)
     if before is not None:
@@ -71,22 +81,24 @@ def prepare_field(folder: FieldFolder, asked: RequestedConfig | None) -> Resolve
 def start_field(
     folder: FieldFolder, resolved: ResolvedConfig, progress: ProgressListener, lock: int, *, foreground: bool = False
 ) -> RunningStack:
-    """Starts broker, registry and traces, and returns when all are healthy and the page answers. Raises BadInput,
-    StackFailed."""
+    """Starts broker, registry and traces; blocks until all are healthy and the web page answers.
+
+    Leaves nothing running when it raises BadInput or StackFailed."""
     require_disk(folder.path, resolved.config.local.disk_free_bytes_min)
+    # The file is saved before any process starts: programs read their settings from it.
     create_field_folder(folder)
     save(folder, resolved)
     stack = start(plan_of_field(folder, resolved), progress, lock=lock, foreground=foreground)
     try:
         _await_page(stack, resolved)
     except BaseException:
-        stack.stop()  # as `start` does: what raises leaves nothing running
+        stack.stop()
         raise
     return stack
 
 
 def plan_of_field(folder: FieldFolder, resolved: ResolvedConfig) -> StackPlan:
-    """The stack of a field."""
+    """The stack of a field: its traces program, and broker and registry where it has its own."""
     broker = registry = None
     ports, local = resolved.ports, resolved.config.local
     if resolved.has_log and resolved.is_embedded:
@@ -111,14 +123,15 @@ def plan_of_field(folder: FieldFolder, resolved: ResolvedConfig) -> StackPlan:
 
 
 def member_of(program: Program, resolved: ResolvedConfig) -> StackProgram:
-    command = [sys.executable, "-m", "deploy.cli", "serve", program.name]
+    # By module, with this interpreter: the console script need not be on the PATH.
+    command = [sys.executable, "-m", "replayground.deploy.cli", "serve", program.name]
     supervised = SupervisedProgram(program.name, command, stop_seconds_max=program.stop_seconds_max)
     health = f"{connectable(resolved.config.harness.bind)}:{resolved.health_ports[program.name]}"
     return StackProgram(supervised, health, program.stop_wave)
 
 
 def attach_field(folder: FieldFolder) -> RunningStack:
-    """The handle on a field's stack that another process started."""
+    """A handle on the stack of a field that another process started."""
     return RunningStack(folder, {program.name: program.stop_wave for program in PROGRAMS_OF_FIELD})
 
 
@@ -131,7 +144,7 @@ def existing_field(path: Path) -> FieldFolder:
 
 
 def running_field(path: Path) -> tuple[FieldFolder, ResolvedConfig]:
-    """A field that is up. Raises BadInput."""
+    """A field that is up. Blocks while somebody else is starting it. Raises BadInput, StackFailed."""
     folder = existing_field(path)
     if not is_locked(folder.path):
         raise BadInput(f"the field in {path} is not running: start it with `replayground up`")
@@ -141,14 +154,16 @@ def running_field(path: Path) -> tuple[FieldFolder, ResolvedConfig]:
 def ensure_field(
     path: Path, asked: RequestedConfig | None, progress: ShowProgress, echo: Say
 ) -> tuple[FieldFolder, ResolvedConfig, bool]:
-    """The field at this path, started in the background if it is not running; True when it was started by this call.
+    """The field at this path, started in the background if it is not running; True when this call started it.
 
-    `asked` may say something about the field: a new one is made from it, an existing one must agree.
+    The field sections of `asked` configure a new field; an existing field must agree with them.
     Raises BadInput, StackFailed."""
     folder = field_folder(path)
     mention_old_runs(folder, echo)
+    # Before the lock is taken: a contradiction must be reported whether or not the field is running.
     if folder.exists and asked is not None:
         require_agreement(asked, load(folder))
+    # Who gets the lock starts the field. Two commands at once start it once: the second one waits for the first.
     lock = take_lock(folder.path)
     if lock is None:
         return folder, _with_log(wait_until_started(folder)), False
@@ -158,14 +173,17 @@ def ensure_field(
         with progress() as shown:
             start_field(folder, resolved, shown, lock)
     finally:
+        # The guard has inherited the descriptor: the lock stays held until the guard ends.
         os.close(lock)
     return folder, resolved, True
 
 
 def wait_until_started(folder: FieldFolder) -> ResolvedConfig:
-    """Returns when a field that somebody else starts is up; at once when it is. Raises BadInput, StackFailed."""
+    """Blocks until a field that somebody else is starting is up. Raises BadInput when that start failed, StackFailed
+    when it takes longer than five minutes."""
     until = time.monotonic() + _START_SECONDS_MAX
     while not has_started(folder):
+        # Whoever started it is gone, and so is the lock: waiting longer cannot help.
         if not is_locked(folder.path):
             raise BadInput(f"the field in {folder.path} did not start: see {folder.logs}")
         if time.monotonic() > until:
@@ -176,8 +194,8 @@ def wait_until_started(folder: FieldFolder) -> ResolvedConfig:
 
 @contextmanager
 def open_field(path: Path, echo: Say, *, needs_log: bool = True) -> Iterator[tuple[FieldFolder, ResolvedConfig]]:
-    """The field that runs; or one that is started for the time of the block and leaves nothing running. Without
-    `needs_log`, its trace store alone is started. Raises BadInput, StackFailed."""
+    """The running field, or one that is started for the time of the block. Without `needs_log`, only the traces program
+    is started, without a broker. Raises BadInput, StackFailed."""
     folder = existing_field(path)
     if is_locked(folder.path):
         resolved = wait_until_started(folder)
@@ -189,6 +207,7 @@ def open_field(path: Path, echo: Say, *, needs_log: bool = True) -> Iterator[tup
             resolved = _without_log(resolved)
         what = "all of it" if needs_log else "its trace store alone"
         echo(f"the field in {path} is not running: starting {what} for this command")
+        # In the foreground: if this command is killed, the kernel ends the stack with it.
         stack = start_field(folder, resolved, SilentProgress(), lock, foreground=True)
         try:
             yield folder, resolved
@@ -198,7 +217,8 @@ def open_field(path: Path, echo: Say, *, needs_log: bool = True) -> Iterator[tup
 
 
 def _await_page(stack: RunningStack, resolved: ResolvedConfig) -> None:
-    """The traces program is healthy before it has opened its store. Raises BadInput, StackFailed."""
+    """Blocks until the traces program answers queries. Raises BadInput, StackFailed."""
+    # Its /healthz answers before the trace store is open, so a healthy traces program is not enough.
     until = time.monotonic() + _START_SECONDS_MAX
     while TracesClient(resolved.page_url).runs() is None:
         stack.require_healthy()
@@ -210,29 +230,31 @@ def _await_page(stack: RunningStack, resolved: ResolvedConfig) -> None:
 
 
 def _with_log(resolved: ResolvedConfig) -> ResolvedConfig:
-    """Raises BadInput for a field of which another command has started the trace store alone."""
+    """Raises BadInput when another command has started the trace store of the field without its log."""
     if not resolved.has_log:
         raise BadInput("another command has the trace store of this field open: try again when it has answered")
     return resolved
 
 
 def _without_log(resolved: ResolvedConfig) -> ResolvedConfig:
+    """The config of a field that serves its trace store without reading the log (decision 0021)."""
     traces = msgspec.structs.replace(resolved.config.traces, follow=False)
     return msgspec.structs.replace(resolved, config=msgspec.structs.replace(resolved.config, traces=traces))
 
 
 def mention_old_runs(folder: FieldFolder, echo: Say) -> None:
-    """Nobody should look for runs of an older release in a field that does not have them."""
+    """Says, before a new field is made, that runs of an older release beside it are not part of it."""
     old = [] if folder.exists else old_runs(OLD_RUNS)
     if old:
         echo(
-            f"note: {OLD_RUNS}/ holds {len(old)} runs of an older release; they stay as they are and are no part of the new "
-            "field: read them with the release that wrote them"
+            f"note: {OLD_RUNS}/ holds {len(old)} runs of an older release; they are not part of the new field "
+            "and are left alone: read them with the release that wrote them"
         )
 
 
 def _require_same_log(asked: RequestedConfig, before: ResolvedConfig) -> None:
-    """A field is its log: another one needs another folder, or the trace store would mix two logs."""
+    """Raises BadInput when a config names another log than the field has."""
+    # The trace store in the folder holds rows of the old log, addressed by partition and offset: two logs would mix.
     now = resolve_log(asked)
     then = resolve_log(before.asked)
     if now != then:
@@ -242,7 +264,8 @@ def _require_same_log(asked: RequestedConfig, before: ResolvedConfig) -> None:
 
 
 def resolve_log(asked: RequestedConfig) -> str:
-    """Which log a config names, for comparing and for people. The same cluster may have other addresses."""
+    """Which log a config names, as text: for comparison and for messages."""
+    # Without the addresses: the same cluster may be reached by other brokers tomorrow.
     log = asked.raw.get("log", {})
     where = "a cluster elsewhere" if log.get("bootstrap_servers") else "on this machine"
     prefix = log.get("topic_prefix")

@@ -1,10 +1,11 @@
-"""Installs all that is needed, each part once: `python3 deploy/install.py` (what `make setup` calls).
+"""Installs everything, each part once: `python3 deploy/install.py`, which `make setup` calls.
 
-Runs on any bare Python from 3.9 on, with the standard library alone, because nothing else is there yet. A part is made
-again only when what it is made from has changed: its stamp, kept inside the part, holds a digest of that. When all
-stamps hold, nothing is started and no network is needed.
+It runs on any Python from 3.9 on with only the standard library, because nothing else is installed yet. A part is made
+again only when its sources have changed: a stamp inside the part holds a digest of them. When all stamps match, nothing
+is started and no network is needed.
 
-`python3 deploy/install.py lock` resolves the Python environment anew and writes requirements.lock.
+`python3 deploy/install.py lock` resolves the dependencies again and writes requirements.lock and
+sandboxes/libraries.lock.
 """
 
 import contextlib
@@ -33,30 +34,32 @@ UV = TOOLS / "bin" / "uv"
 PYTHON = ENVIRONMENT / "bin" / "python"
 SYSTEM_PYTHON = Path("/usr/bin/python3")  # what runs inside a sandbox
 
+SETUP = "run `make setup`" if (ROOT / "Makefile").is_file() else "clone the project and run `make setup` there"
+"what to tell a user who lacks a part; the wheel alone brings neither Kafka nor the tools of a sandbox"
 UV_VERSION = "0.13.7"
 PYTHON_VERSION = "3.12"
 DEBIAN_PACKAGE_BY_COMMAND = {
     "bwrap": "bubblewrap",
     "chromium": "chromium",
-    "flite": "flite",  # speaks the sentences that the tests of audio understand
-    "kcat": "kcat",  # reads the log in the tests, as a client that is not ours
+    "flite": "flite",  # tests of audio: speaks the sentences that are recognised
+    "kcat": "kcat",  # tests: reads the log as a client that is not ours
     "setpriv": "util-linux",
-    "strace": "strace",  # proves in the tests what is flushed to the disk
+    "strace": "strace",  # tests: shows what is flushed to the disk
     "tesseract": "tesseract-ocr",
     str(SYSTEM_PYTHON): "python3",
 }
 
 
 class Missing(Exception):
-    """Something a person has to provide; one line that says what. Exit code 2."""
+    """The user has to provide something; one line that says what. Exit code 2."""
 
 
 class Failed(Exception):
-    """A command of ours went wrong; its output is in the log. Exit code 1."""
+    """A command failed; its output is in the log. Exit code 1."""
 
 
 class Part(NamedTuple):
-    """Something to be installed."""
+    """One part of the installation."""
 
     name: str
     stamp: Path
@@ -71,6 +74,7 @@ def main(arguments: list[str]) -> int:
         CACHE.mkdir(exist_ok=True)
         with _alone():
             if arguments == ["lock"]:
+                # Only uv is needed to resolve; the environment is installed from the new lock afterwards.
                 _install(_tools_part())
                 write_lock()
             else:
@@ -84,13 +88,13 @@ def main(arguments: list[str]) -> int:
         print(failed, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nstopped; run it again to go on", file=sys.stderr)
+        print("\nstopped; run it again to continue", file=sys.stderr)
         return 130
     return 0
 
 
 def parts() -> tuple[Part, ...]:
-    """Everything, in the order it has to be made."""
+    """All parts, in the order in which they must be made."""
     project = (ROOT / "pyproject.toml", ROOT / "deploy/vllm_cpu/pyproject.toml")
     local = ROOT / "deploy/local"
     broker, registry = local / "kafka/pom.xml", local / "registry/pom.xml"
@@ -108,28 +112,33 @@ def parts() -> tuple[Part, ...]:
 
 
 def require_commands() -> None:
-    """Debian packages: installed when we are root, otherwise named in one line. Raises Missing."""
+    """Checks for the Debian packages; as root, installs those that are missing. Raises Missing, Failed."""
     packages = {package for command, package in DEBIAN_PACKAGE_BY_COMMAND.items() if shutil.which(command) is None}
+    # Only until uv is there, which makes environments without ensurepip.
     if not UV.exists() and not _can_make_environments():
         packages.add("python3-venv")
     if packages:
         _install_debian_packages(sorted(packages))
+    # Maven is needed only to fetch jars; a machine with a copied cache can do without.
     jars = [part for part in parts() if part.name in ("Kafka", "schema registry")]
     if shutil.which("mvn") is None and not all(map(_is_installed, jars)):
         raise Missing("mvn is missing, which fetches Kafka and the schema registry: run `apt-get install maven`")
 
 
 def write_lock() -> None:
-    """Resolves pyproject.toml and sandboxes/libraries.in into locks that name packages and hashes but no host."""
+    """Resolves pyproject.toml and sandboxes/libraries.in into locks with names, versions and hashes. Raises Failed."""
     _run([str(UV), "lock"])
+    # Exported, since uv.lock contains download addresses, which are wrong behind a mirror (decision 0006).
     export = [str(UV), "export", "--quiet", "--frozen", "--no-header", "--all-groups", "--no-emit-project"]
+    # vllm is only a name for vllm-cpu here and comes from deploy/vllm_cpu, not from an index.
     _run([*export, "--no-emit-package", "vllm", "--output-file", str(LOCK)])
-    # for every Python a sandbox may meet (Debian 12 has 3.11), so that one lock serves all
+    # --universal from 3.11 on (Debian 12): one lock for every Python that a sandbox may find.
     resolve = [str(UV), "pip", "compile", "--quiet", "--upgrade", "--universal", "--python-version", "3.11"]
     wanted = str(LIBRARIES_LOCK.with_suffix(".in").relative_to(ROOT))
     _run([*resolve, "--generate-hashes", "--no-header", "--output-file", str(LIBRARIES_LOCK), wanted])
     for lock in (LOCK, LIBRARIES_LOCK):
         named = [line for line in lock.read_text().splitlines() if "://" in line or line.startswith("-")]
+        # A lock that names a host must not be committed by mistake.
         if named:
             lock.unlink()
             raise Failed(f"the lock would name a host, so it was not kept: {named[0]}")
@@ -156,33 +165,35 @@ def _make_environment() -> None:
                 f"(for example `pyenv install {PYTHON_VERSION}`) and run this again"
             ) from failed
     install = [str(UV), "pip", "install", "--python", str(PYTHON), "--no-deps", "--no-build-isolation"]
-    # without bytecode vLLM needs more than two minutes to start
+    # Without compiled bytecode, the first start of vLLM takes more than two minutes.
     sync = [str(UV), "pip", "sync", "--python", str(PYTHON), "--require-hashes", "--compile-bytecode"]
     _run([*sync, str(LOCK)])
+    # After sync, which removes everything that is not in the lock.
     _run([*install, "--reinstall-package", "vllm", str(ROOT / "deploy/vllm_cpu")])
     _run([*install, "--reinstall-package", "replayground", "--editable", str(ROOT)])
 
 
 def _make_libraries() -> None:
-    """Packages for the python3 inside sandboxes, into .tools/sandbox-libraries, whole or not at all."""
+    """Installs packages for the python3 inside sandboxes into .tools/sandbox-libraries, completely or not at all."""
+    # Beside the target and then renamed: an interrupted installation leaves the old one in place.
     unfinished = TOOLS / "sandbox-libraries.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     install = [str(UV), "pip", "install", "--python", str(SYSTEM_PYTHON), "--target", str(unfinished)]
-    # from wheels only: nothing is built; bytecode now, because the sandbox sees the folder read-only
+    # Wheels only, so nothing is compiled. Bytecode now: the folder is read-only inside a sandbox.
     _run([*install, "--require-hashes", "--only-binary", ":all:", "--compile-bytecode", "-r", str(LIBRARIES_LOCK)])
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     unfinished.rename(LIBRARIES)
 
 
 def _offer_gvisor() -> None:
-    """A second isolation for sandboxes. Where Debian does not give it to us, bubblewrap serves alone."""
+    """Installs gVisor, an alternative isolation for sandboxes, if Debian has it and this user may. Never fails."""
     if shutil.which("runsc") is None and os.geteuid() == 0 and shutil.which("apt-get") is not None:
         with contextlib.suppress(Failed):
             _run(["apt-get", "install", "-y", "--no-install-recommends", "runsc"])
 
 
 def _fetch_jars(name: str, unpack: bool) -> None:
-    """Lets Maven copy what deploy/local/<name>/pom.xml asks for into .cache/<name>/, whole or not at all."""
+    """Fetches what deploy/local/<name>/pom.xml names into .cache/<name>/ with Maven, completely or not at all."""
     unfinished, folder = CACHE / f"{name}.unfinished", CACHE / name
     shutil.rmtree(unfinished, ignore_errors=True)
     copy = ["dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={unfinished}"]
@@ -196,13 +207,14 @@ def _fetch_jars(name: str, unpack: bool) -> None:
 
 
 def _warm_java() -> None:
-    """Starts broker and registry once and keeps what the Java machine learned: every later start takes a third."""
-    _run([str(PYTHON), "-m", "deploy.local.warm"])
+    """Starts broker and registry once to record Java's ahead-of-time caches: later starts take a third of the time."""
+    _run([str(PYTHON), "-m", "replayground.deploy.local.warm"])
 
 
 def _install(part: Part) -> None:
     if _is_installed(part):
         return
+    # Removed first and written last: an installation that is interrupted counts as not done.
     if part.stamp.exists():
         part.stamp.unlink()
     with _progress(part.name):
@@ -238,7 +250,8 @@ def _install_debian_packages(packages: list[str]) -> None:
 
 
 def _can_make_environments() -> bool:
-    """Debian's python3 comes without ensurepip, in a package of its own."""
+    """True when this Python can make virtual environments."""
+    # Debian ships ensurepip in a package of its own, python3-venv.
     return subprocess.run([sys.executable, "-c", "import ensurepip, venv"], capture_output=True).returncode == 0
 
 
@@ -250,7 +263,7 @@ def _is_wanted_python() -> bool:
 
 
 def _run(command: list[str]) -> None:
-    """Runs a command with its output in the log. Raises Failed with the last lines of it."""
+    """Runs a command and appends its output to the log. Blocks. Raises Failed with the last lines of the output."""
     with OUTPUT.open("a") as output:
         output.write(f"\n$ {shlex.join(command)}\n")
         output.flush()
@@ -260,12 +273,12 @@ def _run(command: list[str]) -> None:
         with OUTPUT.open(errors="replace") as output:
             output.seek(began)
             last = "\n".join(output.read().strip().splitlines()[-8:])
-        raise Failed(f"{last}\n`{shlex.join(command)}` failed; all of its output is in {OUTPUT.relative_to(ROOT)}")
+        raise Failed(f"{last}\n`{shlex.join(command)}` failed; its whole output is in {OUTPUT.relative_to(ROOT)}")
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Two installations at once would trip over each other: the second one waits."""
+    """Holds a lock on the installation; a second installation in this folder waits."""
     with (CACHE / "install.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -277,7 +290,7 @@ def _alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(name: str) -> Iterator[None]:
-    """Shows a mark and the seconds while the block runs."""
+    """Shows the name and the seconds while the block runs, then a mark for success or failure."""
     began = time.monotonic()
     ended = threading.Event()
     ticker: threading.Thread | None = None

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view in a terminal, one plain line a step elsewhere."""
+"""The output while a run is followed: a live view in a terminal, else one plain line per step."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,12 +11,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from deploy.local.supervisor import ProgramState
-from deploy.traces_client import Overview
+from replayground.deploy.local.supervisor import ProgramState
+from replayground.deploy.traces_client import Overview
 
 
 class View(Protocol):
-    """Is shown how the run stands, about once a second."""
+    """Shows the state of a run; `show` is called about once a second."""
 
     def __enter__(self) -> "View": ...
 
@@ -32,13 +32,14 @@ def view_for(console: Console, title: str, page_url: str) -> View:
 
 
 class PlainView:
-    """One line a step; before the first step, one line whenever the work at hand has come a tenth further."""
+    """One line per step; before the first step, one line for each tenth of the cold start."""
 
     def __init__(self, console: Console, page_url: str) -> None:
         self._console = console
         self._page_url = page_url
         self._shown = ""
         self._steps = 0
+        # Below every version: the evaluation of version 0 is printed, too.
         self._evaluated = -1
 
     def __enter__(self) -> "PlainView":
@@ -49,6 +50,7 @@ class PlainView:
         pass
 
     def show(self, overview: Overview, states: Mapping[str, ProgramState], restarts: Mapping[str, int]) -> None:
+        # At most one line per call: a step line contains the newest evaluation, so that one needs no line of its own.
         if overview.steps > self._steps:
             self._steps = overview.steps
             self._print(step_line(overview))
@@ -65,7 +67,7 @@ class PlainView:
 
 
 def preparation_line(overview: Overview) -> str:
-    """How far the cold start is, in tenths."""
+    """Progress of the cold start, rounded down to tenths: a line is printed when it changes."""
     if overview.phase == "demonstrations" and overview.demonstrations_target:
         tenths = 10 * overview.demonstrations // overview.demonstrations_target
         return f"demonstrations {tenths * 10} % of {overview.demonstrations_target:,}"
@@ -81,12 +83,12 @@ def evaluation_line(overview: Overview) -> str:
 
 
 def steps_text(steps: int, target: int) -> str:
-    """How far a run is; one that trains until it is stopped has no target."""
+    """Steps and target of a run; target 0 means that it trains until it is stopped."""
     return f"{steps}/{target}" if target else str(steps)
 
 
 def step_line(overview: Overview) -> str:
-    """Everything about a step in one line."""
+    """The state of a run as one line."""
     evaluated = overview.evaluated
     served = ",".join(str(version) for version in overview.version_by_server.values()) or "-"
     return " ".join(
@@ -104,7 +106,7 @@ def step_line(overview: Overview) -> str:
 
 
 class TerminalView:
-    """A panel that is drawn anew in place."""
+    """A panel that is redrawn in place."""
 
     def __init__(self, console: Console, title: str, page_url: str) -> None:
         self._title = title
@@ -129,7 +131,7 @@ def panel(
     states: Mapping[str, ProgramState],
     restarts: Mapping[str, int],
 ) -> Panel:
-    """How the run stands, as the terminal shows it."""
+    """The state of a run as a panel for a terminal."""
     body = Group(*_bars(overview), Text(), _figures(overview), Text(), _stages(overview, states, restarts))
     footer = f"{page_url} · Ctrl-C drains and stops the run"
     return Panel(body, title=title, subtitle=footer, padding=(1, 2))
@@ -137,6 +139,7 @@ def panel(
 
 def _bars(overview: Overview) -> list[Table]:
     rows: list[tuple[str, float, float, str]] = []
+    # The bars of the cold start go when training has begun.
     if overview.demonstrations_target and overview.steps == 0:
         told = f"{overview.demonstrations:,} of {overview.demonstrations_target:,}"
         rows.append(("demonstrations", overview.demonstrations, overview.demonstrations_target, told))
@@ -147,7 +150,8 @@ def _bars(overview: Overview) -> list[Table]:
         rows.append(("steps", overview.steps, overview.steps_target, told))
     for name, completed, total, told in rows:
         table.add_row(name, ProgressBar(total=total, completed=completed, width=40), Text(told))
-    if not overview.steps_target:  # it trains until it is stopped: there is nothing to be a part of
+    # Without a target there is no share to draw a bar for.
+    if not overview.steps_target:
         table.add_row("steps", Text(str(overview.steps)), Text("until stopped"))
     return [table]
 
@@ -166,6 +170,7 @@ def _figures(overview: Overview) -> Table:
 
 def _stages(overview: Overview, states: Mapping[str, ProgramState], restarts: Mapping[str, int]) -> Table:
     table = Table("program", "state", "restarts", "stage", "lag", box=None, padding=(0, 2), header_style="dim")
+    # Two lists side by side in one table, to save height: programs at the left, lags of stages at the right.
     lags = list(overview.lag.items())
     programs = list(states.values())
     for index in range(max(len(lags), len(programs))):

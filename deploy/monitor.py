@@ -1,11 +1,11 @@
-"""Looks after one start of a run, as a program of its stack: notices how it ends, puts that on the log, stops the stack.
+"""The monitor, a program of every run's stack: detects how a start of the run ends, writes RunEnded, stops the stack.
 
-finished     the job is done: programs drain, RunEnded, report and summary
-failed       a program gave up, was started again too often, or says that its input is bad
-taken over   a newer start of the same run is on the log: this one must not write any more
-stopped      whoever stops the stack ends the monitor last, when the other programs have drained
+finished     all steps and evaluations are done: programs drain, then RunEnded, report and summary
+failed       a program gave up, restarted too often, or reported bad input
+taken over   a newer start of the same run is on the log, so this start must not write any more
+stopped      a person stops the stack; the supervisor ends the monitor last, after the other programs have drained
 
-It can be killed at any line: the supervisor starts it again, and what is on the log already is not written twice.
+The monitor may be killed at any line: the supervisor restarts it, and RunEnded is not written twice (runs.write_end).
 """
 
 import signal
@@ -15,17 +15,17 @@ from types import FrameType
 
 import structlog
 
-from deploy.local.folder import RunFolder
-from deploy.local.supervisor import TAKEN_OVER
-from deploy.resolve import ResolvedConfig, load
-from deploy.run_lifecycle import RestartCount, attach_run, conclude
-from deploy.runs import write_end
-from deploy.traces_client import TracesClient
-from schemas.errors import BadInput, LogUnavailable, ReplaygroundError
-from schemas.events import EndReason, RunResumed
-from streams.log.connect import open_log
-from streams.log.kafka import KafkaLog
-from streams.log.protocol import Reader
+from replayground.deploy.local.folder import RunFolder
+from replayground.deploy.local.supervisor import TAKEN_OVER
+from replayground.deploy.resolve import ResolvedConfig, load
+from replayground.deploy.run_lifecycle import RestartCount, attach_run, conclude
+from replayground.deploy.runs import write_end
+from replayground.deploy.traces_client import TracesClient
+from replayground.schemas.errors import BadInput, LogUnavailable, ReplaygroundError
+from replayground.schemas.events import EndReason, RunResumed
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.log.protocol import Reader
 
 logger = structlog.get_logger()
 
@@ -54,18 +54,19 @@ class Monitor:
         self._facts: Reader | None = None
 
     def watch_until(self, stop: threading.Event) -> None:
-        """Returns when the run has ended, or when told to stop."""
+        """Blocks until the run has ended or `stop` is set, and writes RunEnded in both cases."""
         while not stop.wait(_LOOK_SECONDS):
             end = self._end()
             if end is not None:
                 self._finish(end)
                 return
+        # SIGTERM: somebody stops the whole stack. The monitor is ended last, so the other programs have drained by now.
         self._write(self._await_stop())
 
     def _end(self) -> RunEnd | None:
-        """How the run has ended, if it has."""
+        """How the run has ended; None while it goes on."""
         states = self._stack.states()
-        # first: whatever else goes wrong here may be the work of the newer start
+        # Checked first: a newer start fences our programs, and their exits must not be reported as a failed run.
         exited = any(state.state == "EXITED" and state.exit_code == TAKEN_OVER for state in states.values())
         if exited or self._is_taken_over():
             return self._takeover_end()
@@ -75,16 +76,19 @@ class Monitor:
             self._counted.require_at_most(self._resolved.config.harness.restarts_max, self._stack)
         except ReplaygroundError as error:
             return RunEnd("failed", str(error))
+        # None while the traces program does not answer: the run then counts as unfinished until the next look.
         overview = self._page.overview()
         if overview is not None and overview.finished:
             return RunEnd("finished", "all steps and evaluations are done")
         return None
 
     def _is_taken_over(self) -> bool:
-        """Whether a newer start of the run is on the log. While the log is away, nobody can tell."""
+        """True when a newer start of the run is on the log; False while the log is unavailable."""
         try:
+            # The reader is made here and not in __init__, so that a broker that is away does not end the monitor.
             if self._facts is None:
                 self._facts = self._log.reader(["runs"], start=self._resolved.positions)
+            # A short poll: this runs once in every look, and nothing new is the normal case.
             facts = [delivery.event for delivery in self._facts.poll(_FACTS_MAX, 0.05)]
         except LogUnavailable as error:
             logger.warning("log_unavailable", reason=str(error))
@@ -98,37 +102,41 @@ class Monitor:
         return RunEnd("taken_over", f"start {self._resolved.start_number} gave way to a newer start of the run")
 
     def _await_stop(self) -> RunEnd:
-        """Somebody stops the stack: the guard, about the disk, or a person."""
+        """How a start ends whose stack is being stopped: by the guard because the disk is full, or by a person."""
         reason = self._stack.reason()
         if reason is not None:
             return RunEnd("failed", reason)
         return RunEnd("stopped", self._stack.stopping() or "its programs were told to stop")
 
     def _finish(self, end: RunEnd) -> None:
-        """Drains, writes, and stops the stack, which this process belongs to."""
+        """Drains the programs, writes RunEnded, then ends the stack, of which this process is a part."""
         logger.info("run_ending", ended_by=end.reason, reason=end.detail)
+        # Drain first: what programs write while they drain belongs to the run, so it must be on the log before its end.
         self._stack.drain(lambda line: None)
         self._write(end)
         if end.reason == "finished":
             self._conclude()
+        # Does not wait: the guard ends the supervisor, and the supervisor ends this process.
         self._stack.end()
 
     def _write(self, end: RunEnd) -> None:
         try:
             write_end(self._log, self._resolved.run_id, self._resolved.start_number, end.reason, end.detail)
-        except LogUnavailable as error:  # the run counts as lost then, and can be resumed
+        except LogUnavailable as error:
+            # Without RunEnded the run is shown as lost, and can be resumed or stopped.
             logger.error("run_end_not_written", reason=str(error))
 
     def _conclude(self) -> None:
         try:
             conclude(self._folder, self._resolved.page_url, self._resolved.run_id)
+        # The run is finished on the log already; a missing report can be written later from the trace store.
         except ReplaygroundError as error:
             logger.error("report_failed", reason=str(error), remedy="replayground report")
 
 
 def monitor(folder: RunFolder) -> int:
-    """The process: watches until the run has ended or the supervisor stops it. Returns the exit code."""
-    from deploy.serve import configure_logs
+    """The monitor as a process: watches until the run has ended or the supervisor stops it. Returns the exit code."""
+    from replayground.deploy.serve import configure_logs
 
     configure_logs("monitor", folder.run_id)
     stop = threading.Event()
@@ -144,5 +152,6 @@ def monitor(folder: RunFolder) -> int:
         logger.error("run_not_found", reason=str(error))
         return 2
     watched.watch_until(stop)
-    stop.wait()  # the stack is being ended, and this process with it
+    # Returning at once would make the supervisor restart the monitor: it restarts on every exit code but TAKEN_OVER.
+    stop.wait()
     return 0

@@ -1,4 +1,4 @@
-"""Options that several commands of `replayground` share, and how they print."""
+"""Options and printing functions that several commands of `replayground` share."""
 
 import sys
 from pathlib import Path
@@ -20,17 +20,20 @@ RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Id of 
 
 
 def echo(text: str) -> None:
-    """Prints text as it is: no markup, no colours of its own, no line breaks put in."""
+    """Prints text unchanged: without markup, colours or added line breaks."""
+    # Paths and run ids contain brackets and digits, which Rich would interpret and colour.
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def echo_error(text: str) -> None:
-    """Prints to stderr, so that what a command answers can be read by programs."""
+    """Prints to stderr, so that stdout holds only the result of a command and can be piped."""
     print(text, file=sys.stderr, flush=True)
 
 
 class EchoOnce:
     """Prints each distinct line once."""
+
+    # While programs drain, the stack reports the same line ten times a second.
 
     def __init__(self) -> None:
         self._said: set[str] = set()

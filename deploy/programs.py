@@ -1,9 +1,9 @@
-"""The process map: every program, in the order of the flow, and the function that runs it. What each reads and writes on the
+"""The process map: every program and the module whose function `run` runs it. What each program reads and writes on the
 log is declared in schemas.programs under the same names.
 
     run(run: Run, settings: <its section of the config>, program_metrics: ProgramMetrics, stop: threading.Event) -> None
 
-Modules are imported when a program is served, not before: `replayground --help` needs no torch.
+A module is imported only when its program is served, so `replayground --help` does not load torch.
 """
 
 import importlib
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
 
 RunFunction = Callable[[Run, Any, ProgramMetrics, threading.Event], None]
 
@@ -26,37 +26,38 @@ class Program:
     module: str
     does: str
     stop_wave: int
-    "who asks for work stops in wave 1, who does it in wave 2: nothing fails for want of a server that went first"
+    "programs that request work stop in wave 1, those that do it in wave 2: no request fails for lack of a server"
     stop_seconds_max: int = 30
     "time to drain before it is killed"
     ends_when_stalled: bool = False
-    "whether work that waits and is not taken means that it hangs: then it is ended, and the supervisor starts it again"
+    "True: waiting work that is not taken means a hang, so the harness ends the process and the supervisor restarts it"
     of_field: bool = False
-    "one for the field and all of its runs, instead of one for each run"
+    "True: one instance for the field and all its runs, instead of one per run"
 
     def load(self) -> RunFunction:
-        """Imports the program, with all it needs."""
+        """Imports the module of the program and everything it needs; this may take seconds."""
         function: RunFunction = importlib.import_module(self.module).run
         return function
 
 
+# In the order in which a stack starts them; all of a stack start at once, and each waits for what it needs.
 PROGRAMS: tuple[Program, ...] = (
     Program(
         "traces",
-        "consumers.events_to_clickhouse",
+        "replayground.consumers.events_to_clickhouse",
         "keeps the trace store, serves SQL and the web page",
         stop_wave=1,
         ends_when_stalled=True,
         of_field=True,
     ),
-    Program("trainer", "trainer.loop", "makes weights from batches", 2, 60),
-    Program("streams", "streams.app", "assembles, scores and groups trajectories", 2, 30, True),
-    Program("cut", "streams.cut", "cuts groups into batches, exactly once", 2),
-    Program("vllm", "consumers.vllm_server", "serves the policy", 2, 40),
-    Program("reloader", "consumers.weights_to_vllm", "brings new weights to the servers", 2),
-    Program("rollouts", "producers.rollouts", "plays rollouts with tools in sandboxes", 1, 40),
-    Program("scheduler", "producers.scheduler", "asks for rollouts, paced by staleness", 1, 30, True),
-    Program("feeder", "producers.tasks", "puts tasks to the field", 1, 30, True),
+    Program("trainer", "replayground.trainer.loop", "makes weights from batches", 2, 60),
+    Program("streams", "replayground.streams.app", "assembles, scores and groups trajectories", 2, 30, True),
+    Program("cut", "replayground.streams.cut", "cuts groups into batches, exactly once", 2),
+    Program("vllm", "replayground.consumers.vllm_server", "serves the policy", 2, 40),
+    Program("reloader", "replayground.consumers.weights_to_vllm", "brings new weights to the servers", 2),
+    Program("rollouts", "replayground.producers.rollouts", "plays rollouts with tools in sandboxes", 1, 40),
+    Program("scheduler", "replayground.producers.scheduler", "asks for rollouts, paced by staleness", 1, 30, True),
+    Program("feeder", "replayground.producers.tasks", "puts tasks to the field", 1, 30, True),
 )
 
 PROGRAM_BY_NAME = {program.name: program for program in PROGRAMS}

@@ -1,4 +1,4 @@
-"""What a person sees while a stack starts: each part with a mark and its seconds."""
+"""The output while a stack starts: each part with a mark and its seconds."""
 
 import time
 from types import TracebackType
@@ -10,12 +10,13 @@ from rich.text import Text
 
 
 class StartProgress:
-    """Rows that tick in a terminal, a plain line a part elsewhere. A deploy.local.stack.Progress."""
+    """Live rows in a terminal; elsewhere one plain line per part. A deploy.local.stack.ProgressListener."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._began: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
+        # get_renderable and not update(): the seconds of a waiting part go on without a call from the stack.
         self._live = (
             Live(get_renderable=self._rows, console=console, refresh_per_second=8) if console.is_terminal else None
         )

@@ -1,7 +1,8 @@
-"""What a start of a field or of a run comes to: config, addresses and ports, kept as field.json or run.json in its folder.
+"""Resolves a requested config for one start of a field or a run: fills in addresses, ports and folders, and keeps the
+result as field.json or run.json in its folder.
 
-The programs of a stack read that file and nothing else. Ports of a field stay the same from start to start while they are
-free; those of a run are chosen anew. No secret is ever written: passwords are references that a client looks up.
+The programs of a stack read only that file. A field keeps its ports from start to start while they are free; a run gets
+new ones. No secret is ever written: a password is a reference (env:NAME, file:PATH) that a client resolves.
 """
 
 import copy
@@ -12,14 +13,14 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
-from deploy.config import FIELD_SECTIONS, Config, parse_config, read_toml
-from deploy.local.folder import FieldFolder, RunFolder, write_whole
-from deploy.local.ports import choose_ports, is_free
-from deploy.programs import PROGRAMS_OF_FIELD, PROGRAMS_OF_RUN, Program
-from schemas.errors import BadInput
-from schemas.events import Position
-from schemas.programs import OPERATOR
-from schemas.run import FIELD, LogSettings, Run
+from replayground.deploy.config import FIELD_SECTIONS, Config, parse_config, read_toml
+from replayground.deploy.local.folder import FieldFolder, RunFolder, write_whole
+from replayground.deploy.local.ports import choose_ports, is_free
+from replayground.deploy.programs import PROGRAMS_OF_FIELD, PROGRAMS_OF_RUN, Program
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Position
+from replayground.schemas.programs import OPERATOR
+from replayground.schemas.run import FIELD, LogSettings, Run
 
 _LOOPBACK = "127.0.0.1"
 
@@ -48,9 +49,9 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     run_id: str
     "schemas.run.FIELD for the field"
     asked: RequestedConfig
-    "with the sections of the field alone, or those of the run alone"
+    "only its sections of the field, or only those of the run"
     config: Config
-    "what was asked, with every address and folder filled in"
+    "`asked` with every address and folder filled in"
     log: LogSettings
     blobs_url: str
     blobs_also_read: tuple[str, ...]
@@ -66,7 +67,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     "the end of every partition when the run started first"
 
     def run_of(self, worker: str, program: str = OPERATOR) -> Run:
-        """The settings that a program gets."""
+        """The Run that a program is started with."""
         return Run(
             run_id=self.run_id,
             seed=self.asked.seed,
@@ -82,7 +83,7 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def has_log(self) -> bool:
-        """False for a field of which only the trace store is started."""
+        """False for a field of which only the traces program is started."""
         return self.run_id != FIELD or self.config.traces.follow
 
     @property
@@ -100,7 +101,8 @@ def read_request(source: Path, seed: int = 0) -> RequestedConfig:
 
 
 def resolve_field(folder: FieldFolder, asked: RequestedConfig, before: ResolvedConfig | None = None) -> ResolvedConfig:
-    """Chooses ports and fills in addresses and folders of a field. Nothing is made. Raises BadInput."""
+    """Chooses ports and fills in addresses and folders of a field. Creates nothing. Raises BadInput."""
+    # Sections of a run are dropped: a job file may also configure a new field.
     raw = asked.of_field
     config = parse_config(raw, Path(asked.source))
     wanted = {"traces.port": raw.get("traces", {}).get("port", 0), **_health_ports(PROGRAMS_OF_FIELD)}
@@ -108,8 +110,9 @@ def resolve_field(folder: FieldFolder, asked: RequestedConfig, before: ResolvedC
         names = ("kafka_port", "controller_port", "registry_port", "registry_management_port")
         wanted |= {f"local.{name}": getattr(config.local, name) for name in names}
     ports = choose_ports(_prefer_previous(wanted, before.ports if before else {}))
+    # A dsn in the file wins over the folder of the field; the port does not, since 0 in the file means any.
     traces = {"dsn": f"chdb://{folder.path / 'traces'}"} | raw.get("traces", {}) | {"port": ports["traces.port"]}
-    # the traces program's /healthz listens where its page does
+    # /healthz of the traces program listens on the same address as its web page.
     harness = {"bind": config.traces.bind}
     config = parse_config(raw | {"traces": traces, "harness": harness}, Path(asked.source))
     return ResolvedConfig(
@@ -128,13 +131,14 @@ def resolve_field(folder: FieldFolder, asked: RequestedConfig, before: ResolvedC
 def resolve_run(
     folder: RunFolder, field: ResolvedConfig, asked: RequestedConfig, positions: tuple[Position, ...], start_number: int
 ) -> ResolvedConfig:
-    """Chooses ports and fills in addresses and folders of a run on a field. Nothing is made. Raises BadInput."""
+    """Chooses ports and fills in addresses and folders of a run on a field. Creates nothing. Raises BadInput."""
     raw = asked.of_run
     ports = choose_ports({"vllm.port": raw.get("vllm", {}).get("port", 0), **_health_ports(PROGRAMS_OF_RUN)})
     return ResolvedConfig(
         run_id=folder.run_id,
         asked=msgspec.structs.replace(asked, raw=raw),
         config=parse_config(_fill(raw, ports, folder), Path(asked.source)),
+        # Log, blobs and page are those of the field, whatever the job file says: require_agreement has compared them.
         log=field.log,
         blobs_url=field.blobs_url,
         blobs_also_read=field.blobs_also_read,
@@ -147,8 +151,9 @@ def resolve_run(
 
 
 def config_for_log(asked: RequestedConfig) -> str:
-    """The config of a run as JSON for RunStarted: every default filled in, and nothing that belongs to the field or to this
-    machine. Addresses of servers stay when a person set them."""
+    """The config of a run as JSON for RunStarted: every default filled in, without settings of the field or of this
+    machine. Addresses of servers are kept if the user set them."""
+    # Defaults are written out: a later release with other defaults must resume the run as it was.
     filled: dict[str, Any] = msgspec.to_builtins(parse_config(asked.of_run, Path(asked.source)))
     for section in FIELD_SECTIONS:
         del filled[section]
@@ -160,14 +165,17 @@ def config_for_log(asked: RequestedConfig) -> str:
     return msgspec.json.encode(filled).decode()
 
 
+# Chosen anew on the machine that resumes the run.
 _OF_THE_MACHINE = (("vllm", "port"), ("vllm", "folder"), ("reloader", "folder"), ("streams", "state_folder"))
+# By default the vLLM of the run itself, on this machine; part of the run only if the user named others.
 _SERVERS = (("reloader", "servers"), ("rollouts", "servers"))
 
 
 def require_agreement(asked: RequestedConfig, field: ResolvedConfig) -> None:
-    """Raises BadInput when a job file says something about the field that is not so."""
+    """Raises BadInput when a setting of the field in a job file differs from the running field."""
     ours = parse_config(asked.of_field, Path(asked.source))
     theirs = parse_config(field.asked.raw, Path(field.asked.source))
+    # Only settings in the file are compared: a job file that leaves one out has nothing to say about it.
     for section, settings in asked.of_field.items():
         _require_same(f"{section}", settings, getattr(ours, section), getattr(theirs, section), asked.source)
 
@@ -185,7 +193,7 @@ def _require_same(path: str, settings: dict[str, Any], ours: Any, theirs: Any, s
 
 
 def connectable(bind: str) -> str:
-    """The address by which something that listens on `bind` is reached from this machine."""
+    """The address at which a server that listens on `bind` is reached from this machine."""
     return _LOOPBACK if bind in ("", "0.0.0.0", "::") else bind
 
 
@@ -195,13 +203,14 @@ def save(folder: FieldFolder | RunFolder, resolved: ResolvedConfig) -> None:
 
 
 def load(folder: FieldFolder | RunFolder) -> ResolvedConfig:
-    """What the last start came to. Raises BadInput."""
+    """The resolved config of the last start. Raises BadInput."""
     return load_file(folder.file)
 
 
 def load_file(path: Path) -> ResolvedConfig:
     try:
         return msgspec.json.decode(path.read_bytes(), type=ResolvedConfig)
+    # Decoding errors too: the file may be of another release.
     except (OSError, msgspec.MsgspecError) as error:
         raise BadInput(f"{path} is no file of a field or a run: {error}") from error
 
@@ -217,7 +226,7 @@ def _log_settings(asked: LogSettings, ports: dict[str, int]) -> LogSettings:
 
 
 def _fill(raw: dict[str, Any], ports: dict[str, int], folder: RunFolder) -> dict[str, Any]:
-    """The config with what only the local stack can know; what a person set stays as it was set."""
+    """The config with folders and server addresses of this machine; what the user set is kept."""
     server = f"http://{_LOOPBACK}:{ports['vllm.port']}"
     known: dict[str, dict[str, Any]] = {
         "vllm": {"folder": str(folder.path / "state" / "vllm")},
@@ -226,13 +235,14 @@ def _fill(raw: dict[str, Any], ports: dict[str, int], folder: RunFolder) -> dict
         "streams": {"state_folder": str(folder.path / "state" / "streams")},
     }
     filled = {section: known.get(section, {}) | raw.get(section, {}) for section in {**known, **raw}}
-    # 0 in the file means any free one: the one that was found takes its place
+    # Always replaced: 0 in the file means any free port, and any other number is what choose_ports returns.
     filled["vllm"]["port"] = ports["vllm.port"]
     return copy.deepcopy(filled)
 
 
 def _prefer_previous(wanted: dict[str, int], before: dict[str, int]) -> dict[str, int]:
-    """For "any port" the one of the last start, if it is free: addresses that people wrote down stay true."""
+    """Replaces 0 (any port) by the port of the last start if it is free."""
+    # Bookmarks of the web page and addresses in other people's clients stay valid.
     kept = {name: before[name] for name, port in wanted.items() if port == 0 and name in before}
     return wanted | {name: port for name, port in kept.items() if is_free(port)}
 
@@ -246,7 +256,8 @@ def _health(program: Program) -> str:
 
 
 def _require_no_secret(config: Config, source: Path) -> None:
-    """Config is written to files and to the log: what is secret stands there as a reference only."""
+    """Raises BadInput for a password that is not a reference."""
+    # The [log] section is written to field.json and to every run.json, in plain text.
     security = config.log.security
     references = {
         "log.security.password": security.password,

@@ -1,12 +1,12 @@
-"""A run from its start to its end on a field: what `replayground run`, `resume` and `stop` do.
+"""Starting, resuming, following and stopping a run on a field: what `replayground run`, `resume` and `stop` do.
 
-start_run    a new run: files to the blob store, RunStarted on the log, then its programs as a stack of its own
-resume_run   config and files from the log, RunResumed, then its programs; here or on another machine
-follow       shows how the run stands until its stack has ended
-stop_run     drains its programs; RunEnded
-conclude     summary.json and report.html
+start_run    stores the files of the run as blobs, writes RunStarted, then starts its programs as a stack of their own
+resume_run   reads config and files from the log, writes RunResumed, then starts the programs; on any machine
+follow       shows the state of the run until its stack has ended
+stop_run     drains the programs and writes RunEnded
+conclude     writes summary.json and report.html
 
-Nothing of a run starts before its fact is acknowledged by the log, so that no program works for a run that does not exist.
+No program starts before RunStarted or RunResumed is acknowledged: events of an unknown run would belong to nobody.
 """
 
 import sys
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from deploy import sources
-from deploy.field import ENVIRONMENT, Say, ShowProgress, member_of
-from deploy.live import View
-from deploy.local.folder import (
+from replayground.deploy import sources
+from replayground.deploy.field import ENVIRONMENT, Say, ShowProgress, member_of
+from replayground.deploy.live import View
+from replayground.deploy.local.folder import (
     FieldFolder,
     RunFolder,
     create_run_folder,
@@ -30,18 +30,26 @@ from deploy.local.folder import (
     require_disk,
     write_whole,
 )
-from deploy.local.stack import STOPPING_FILE, RunningStack, StackFailed, StackPlan, start
-from deploy.local.supervisor import ProgramState, SupervisedProgram
-from deploy.programs import PROGRAMS_OF_RUN
-from deploy.resolve import RequestedConfig, ResolvedConfig, config_for_log, load, resolve_run, save
-from deploy.runs import end_of, end_positions, list_runs, started_event, write_end, write_resume, write_start
-from deploy.traces_client import Overview, TracesClient
-from schemas.blobs import open_blobs
-from schemas.errors import BadInput, LogUnavailable, ReplaygroundError
-from schemas.events import RunEnded
-from streams.log.connect import open_log
-from streams.log.kafka import KafkaLog
-from streams.rules.runs import RunState
+from replayground.deploy.local.stack import STOPPING_FILE, RunningStack, StackFailed, StackPlan, start
+from replayground.deploy.local.supervisor import ProgramState, SupervisedProgram
+from replayground.deploy.programs import PROGRAMS_OF_RUN
+from replayground.deploy.resolve import RequestedConfig, ResolvedConfig, config_for_log, load, resolve_run, save
+from replayground.deploy.runs import (
+    end_of,
+    end_positions,
+    list_runs,
+    started_event,
+    write_end,
+    write_resume,
+    write_start,
+)
+from replayground.deploy.traces_client import Overview, TracesClient
+from replayground.schemas.blobs import open_blobs
+from replayground.schemas.errors import BadInput, LogUnavailable, ReplaygroundError
+from replayground.schemas.events import RunEnded
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.rules.runs import RunState
 
 MONITOR = "monitor"
 _MONITOR_STOP_SECONDS_MAX = 20
@@ -50,7 +58,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A start of a run whose programs are up."""
+    """One start of a run whose programs are up."""
 
     folder: RunFolder
     resolved: ResolvedConfig
@@ -59,7 +67,7 @@ class StartedRun:
 
 @contextmanager
 def log_of(field: ResolvedConfig, worker: str = "operator") -> Iterator[KafkaLog]:
-    """The log of a field, for an operator."""
+    """The log of a field, opened with the rights of an operator; closed when the block ends."""
     with closing(open_log(field.run_of(worker))) as log:
         yield log
 
@@ -76,8 +84,10 @@ def start_run(
     require_disk(field_folder.path, field.config.local.disk_free_bytes_min)
     with log_of(field) as log:
         folder = field_folder.run(_new_id(asked, set(list_runs(log))))
-        resolve_run(folder, field, asked, (), 0)  # a busy port is told before anything is on the log
+        # The result is thrown away: a busy port is reported before anything is on the log.
+        resolve_run(folder, field, asked, (), 0)
         config = config_for_log(asked)
+        # Blobs before the event that names them.
         files = sources.store_files(open_blobs(field.run_of("operator")), msgspec.json.decode(config))
         event = started_event(
             run_id=folder.run_id,
@@ -87,6 +97,7 @@ def start_run(
             seed=asked.seed,
             code_version=sources.code_version(),
             packages=sources.package_versions(),
+            # Nothing before these positions belongs to the run, so its programs need not read the whole log.
             positions=end_positions(log),
         )
         create_run_folder(folder)
@@ -104,7 +115,7 @@ def resume_run(
     foreground: bool,
     echo: Say,
 ) -> StartedRun:
-    """Goes on with a run from what is on the log. Leaves nothing running when it raises."""
+    """Continues a run from the log. Leaves nothing running when it raises BadInput, StackFailed or LogUnavailable."""
     require_disk(field_folder.path, field.config.local.disk_free_bytes_min)
     folder = field_folder.run(state.run_id)
     create_run_folder(folder)
@@ -112,9 +123,10 @@ def resume_run(
         asked, told = _requested_on_log(folder, field, state)
         for line in told:
             echo(line)
+        # As in start_run, before the write: RunResumed takes the run away from a start that may still work elsewhere.
         resolve_run(folder, field, asked, (), 0)
         state = write_resume(log, state.run_id, sources.code_version(), sources.package_versions())
-        echo(f"going on with {state.run_id}, for the {_ordinal(state.starts)} time")
+        echo(f"resuming {state.run_id} for the {_ordinal(state.starts)} time")
         return _start_programs(folder, field, asked, state, log, lock, progress, foreground)
 
 
@@ -128,14 +140,16 @@ def _start_programs(
     progress: ShowProgress,
     foreground: bool,
 ) -> StartedRun:
-    """The start is on the log: from here on, whatever goes wrong is put on the log too."""
+    """Starts the programs of a run whose start is on the log. Writes RunEnded when it raises."""
     try:
+        # Resolved again: ports may have been taken since, and positions and number of the start are known only now.
         resolved = resolve_run(folder, field, asked, state.positions, state.starts)
         save(folder, resolved)
         point_latest_at(folder)
         plan = plan_of_run(folder, resolved, field.config.local.disk_free_bytes_min)
         with progress() as shown:
             return StartedRun(folder, resolved, start(plan, shown, lock=lock, foreground=foreground))
+    # The monitor starts last in the stack, so nobody else writes the end of a start that did not come up.
     except ReplaygroundError as error:
         write_end(log, state.run_id, state.starts, "failed", str(error))
         raise
@@ -145,8 +159,9 @@ def _start_programs(
 
 
 def resolved_run(field_folder: FieldFolder, field: ResolvedConfig, state: RunState) -> ResolvedConfig:
-    """A run as its programs are told it, also when they run elsewhere: its files come from the log then."""
+    """The resolved config of a run, wherever its programs run. Restores files from the log if they are not here."""
     folder = field_folder.run(state.run_id)
+    # A run.json of an older start is out of date: the newest start was made on another machine.
     if folder.file.exists() and load(folder).start_number == state.starts:
         return load(folder)
     asked, _ = _requested_on_log(folder, field, state)
@@ -154,15 +169,15 @@ def resolved_run(field_folder: FieldFolder, field: ResolvedConfig, state: RunSta
 
 
 def _requested_on_log(folder: RunFolder, field: ResolvedConfig, state: RunState) -> tuple[RequestedConfig, list[str]]:
-    """What was asked for when the run started, with its files on this machine; and where they came from."""
+    """The requested config from RunStarted with paths of this machine, and a sentence for each file's origin."""
     raw = msgspec.json.decode(state.config, type=dict[str, object])
     restored = sources.restore_files(open_blobs(field.run_of("operator")), raw, state.files, folder.job)
     return RequestedConfig(source=f"run {state.run_id}", raw=restored.raw, seed=state.seed), restored.told
 
 
 def plan_of_run(folder: RunFolder, resolved: ResolvedConfig, disk_free_bytes_min: int) -> StackPlan:
-    """The stack of a run."""
-    command = [sys.executable, "-m", "deploy.cli", MONITOR]
+    """The stack of a run: its programs, and the monitor as attendant."""
+    command = [sys.executable, "-m", "replayground.deploy.cli", MONITOR]
     return StackPlan(
         folder=folder,
         members=[member_of(p, resolved) for p in PROGRAMS_OF_RUN if p.name in resolved.config.harness.programs],
@@ -173,18 +188,19 @@ def plan_of_run(folder: RunFolder, resolved: ResolvedConfig, disk_free_bytes_min
 
 
 def attach_run(folder: RunFolder) -> RunningStack:
-    """The handle on a run's stack that another process started."""
+    """A handle on the stack of a run that another process started."""
     return RunningStack(folder, {program.name: program.stop_wave for program in PROGRAMS_OF_RUN})
 
 
 @dataclass
 class RestartCount:
-    """Counts how often each program had to be started again, from one look to the next."""
+    """Counts restarts of each program by comparing process ids between two calls of `look`."""
 
     restarts: dict[str, int] = field(default_factory=dict)
     _pids: dict[str, int] = field(default_factory=dict)
 
     def look(self, states: dict[str, ProgramState]) -> None:
+        # supervisord keeps no count of restarts: another pid is a restart. A pid of 0 is a program between two starts.
         for name, state in states.items():
             if state.pid and state.pid != self._pids.get(name, state.pid):
                 self.restarts[name] = self.restarts.get(name, 0) + 1
@@ -192,49 +208,54 @@ class RestartCount:
                 self._pids[name] = state.pid
 
     def require_at_most(self, restarts_max: int, stack: RunningStack) -> None:
-        """Raises StackFailed for a program that ends over and over."""
+        """Raises StackFailed when a program restarted more than `restarts_max` times."""
         for name, count in self.restarts.items():
             if count > restarts_max:
                 raise StackFailed(
-                    f"{name} had to be started again {count} times: {stack.last_line(name)} "
-                    f"(all of it: {stack.folder.logs / name}.log)"
+                    f"{name} was restarted {count} times: {stack.last_line(name)} "
+                    f"(its log: {stack.folder.logs / name}.log)"
                 )
 
 
 def follow(run: StartedRun, view: View) -> None:
-    """Shows the run until its stack has ended, for whatever reason."""
+    """Shows the run about once a second; returns when its stack has ended, for whatever reason."""
     page = TracesClient(run.resolved.page_url, run.resolved.run_id)
     counted = RestartCount()
     overview = Overview(steps_target=run.resolved.config.job.steps)
     while run.stack.is_alive():
         states = run.stack.states()
         counted.look(states)
+        # While the traces program is busy or restarting, the last overview stays on the screen.
         overview = page.overview() or overview
         view.show(overview, states, counted.restarts)
         time.sleep(_LOOK_SECONDS)
 
 
 def end_of_start(field: ResolvedConfig, run: StartedRun) -> RunEnded | None:
-    """How the start ended, as the log says it; None when its programs are gone without a word."""
+    """RunEnded of this start; None when its programs are gone and nobody wrote one."""
     with log_of(field) as log:
         return end_of(log, run.resolved.run_id, run.resolved.start_number)
 
 
 def stop_run(folder: RunFolder, detail: str, echo: Say, stack: RunningStack | None = None) -> None:
-    """Drains and stops the programs of a run, and puts its end on the log."""
+    """Drains and stops the programs of a run and writes RunEnded. Reports a log that is unavailable by `echo`."""
     resolved = load(folder)
+    # Before the stack stops: the monitor reads the file to say in RunEnded who stopped the run.
     write_whole(folder.path / STOPPING_FILE, f"{detail}\n")
     (stack or attach_run(folder)).stop(echo)
+    # Usually a no-op, since the monitor has written RunEnded; not if it was killed before it could.
     try:
         with log_of(resolved) as log:
             write_end(log, resolved.run_id, resolved.start_number, "stopped", detail)
     except LogUnavailable as error:
-        echo(f"its end is not on the log ({error}): it counts as lost, and can be resumed")
+        echo(f"RunEnded could not be written ({error}): the run counts as lost, and can be resumed")
 
 
 def conclude(folder: RunFolder, page_url: str, run_id: str) -> dict[str, object]:
-    """Writes report.html and summary.json of a run, live or past; returns the latter. Raises ReplaygroundError."""
+    """Writes report.html and summary.json of a run, live or past; returns the summary. Blocks until the trace store has
+    caught up with the log. Raises ReplaygroundError."""
     finished = TracesClient(page_url, run_id).finish()
+    # The run may have been started on another machine: then there is no folder of it here yet.
     folder.path.mkdir(parents=True, exist_ok=True)
     write_whole(folder.report, finished.report)
     write_whole(folder.summary, msgspec.json.format(msgspec.json.encode(finished.summary)).decode() + "\n")
@@ -242,7 +263,8 @@ def conclude(folder: RunFolder, page_url: str, run_id: str) -> dict[str, object]
 
 
 def closing_text(folder: RunFolder) -> str:
-    """What came out of a run that has finished, and what to try next."""
+    """The text after a finished run: its figures, its files, and commands to try next."""
+    # The report may have failed, or been written on the machine that ran the job.
     if not folder.summary.exists():
         return f"The run has finished; `replayground report {folder.run_id}` makes its report."
     summary = msgspec.json.decode(folder.summary.read_bytes(), type=dict[str, object])
@@ -283,7 +305,8 @@ def _hold_lock(folder: RunFolder) -> Iterator[int]:
 
 
 def _new_id(asked: RequestedConfig, taken: set[str]) -> str:
-    """Begins with the time, so that ids sort by it."""
+    """An id that no run in `taken` has. It begins with the time, so that ids sort by age."""
+    # Two starts in the same second on one log may still choose the same id: write_start refuses the second.
     base = f"{time.strftime('%Y%m%d-%H%M%S')}-{Path(asked.source).stem}-seed{asked.seed}"
     number = 1
     run_id = base
@@ -294,7 +317,7 @@ def _new_id(asked: RequestedConfig, taken: set[str]) -> str:
 
 
 def newest_unfinished(states: dict[str, RunState], running: set[str]) -> RunState:
-    """The run that `resume` without a name goes on with. Raises BadInput when there is none."""
+    """The newest run that has not finished and is not running here. Raises BadInput when there is none."""
     for state in reversed(states.values()):
         if not state.is_finished and state.run_id not in running:
             return state

@@ -1,7 +1,7 @@
-"""Runs as facts on the log: who started, resumed and ended them (topic `runs`), read and written here for every command.
+"""Runs on the log: reads and writes RunStarted, RunResumed and RunEnded on topic `runs`, for every command.
 
-A fact counts when it is the first of its kind on the log (streams.rules.runs), so whoever writes a start reads the log back:
-two people who start or resume at the same moment then know which of them has it.
+Of two starts with the same id or number, the first on the log counts (streams.rules.runs). Whoever writes a start
+therefore reads the log back, and learns whether somebody else was faster. No lock service is needed.
 """
 
 import getpass
@@ -9,16 +9,27 @@ import socket
 import time
 from collections.abc import Iterable
 
-from schemas.errors import BadInput, LogUnavailable, ReplaygroundError
-from schemas.events import EndReason, Event, Meta, Position, RunEnded, RunFile, RunKind, RunResumed, RunStarted
-from schemas.ids import new_id, now_microseconds
-from schemas.topics import TOPICS
-from streams.log.protocol import Log
-from streams.log.runs import run_facts
-from streams.rules.runs import RunState, fold
+from replayground.schemas.errors import BadInput, LogUnavailable, ReplaygroundError
+from replayground.schemas.events import (
+    EndReason,
+    Event,
+    Meta,
+    Position,
+    RunEnded,
+    RunFile,
+    RunKind,
+    RunResumed,
+    RunStarted,
+)
+from replayground.schemas.ids import new_id, now_microseconds
+from replayground.schemas.topics import TOPICS
+from replayground.streams.log.protocol import Log
+from replayground.streams.log.runs import run_facts
+from replayground.streams.rules.runs import RunState, fold
 
 _POLL_SECONDS = 0.2
 _TRIES_MAX = 10
+# Longer than the broker of a field needs to come back after kill -9 (about 9 s, see deploy.local.kafka).
 _PATIENCE_SECONDS = 30.0
 
 
@@ -74,39 +85,41 @@ def started_event(
 
 
 def write_start(log: Log, event: RunStarted) -> RunState:
-    """Puts the start of a new run on the log and waits until it is acknowledged. Raises BadInput when the id is taken."""
+    """Writes RunStarted and blocks until it is acknowledged. Raises BadInput when the id is taken, LogUnavailable."""
     _write(log, event)
+    # Read back: the fold keeps the first RunStarted of an id, which may be somebody else's.
     state = list_runs(log)[event.meta.run_id]
     if state.start_id != event.meta.id:
-        raise BadInput(
-            f"another run got the id {event.meta.run_id} (started by {state.started_by}): start it once more"
-        )
+        raise BadInput(f"another run got the id {event.meta.run_id} (started by {state.started_by}): start yours again")
     return state
 
 
 def write_resume(log: Log, run_id: str, code_version: str, packages: dict[str, str]) -> RunState:
-    """Puts the next start of a run on the log and waits until it is acknowledged; returns the run with its number."""
+    """Writes RunResumed with the next start number and blocks until it is acknowledged; returns the run. Raises
+    ReplaygroundError when others are faster ten times in a row, LogUnavailable."""
     for _ in range(_TRIES_MAX):
         number = list_runs(log)[run_id].starts + 1
         event = RunResumed(
             meta=_meta(run_id), start=number, code_version=code_version, packages=packages, started_by=user_name()
         )
         _write(log, event)
+        # Somebody who resumes at the same moment may have taken the number first: then try the next one.
         state = list_runs(log)[run_id]
         if state.start_id == event.meta.id:
             return state
-    raise ReplaygroundError(f"others resumed {run_id} {_TRIES_MAX} times in this moment: look who does, then try again")
+    raise ReplaygroundError(f"others resumed {run_id} {_TRIES_MAX} times meanwhile: find out who, then try again")
 
 
 def write_end(log: Log, run_id: str, start_number: int, reason: EndReason, detail: str) -> None:
-    """Puts the end of a start on the log, unless it is there already."""
+    """Writes RunEnded for a start, unless one is on the log already. Raises LogUnavailable."""
+    # Monitor and `stop` may both write it, and a monitor that was killed and restarted writes it again.
     facts = [fact for fact in _facts(log) if isinstance(fact, RunEnded) and fact.meta.run_id == run_id]
     if not any(fact.start == start_number for fact in facts):
         _write(log, RunEnded(meta=_meta(run_id), reason=reason, detail=detail, start=start_number))
 
 
 def end_of(log: Log, run_id: str, start_number: int) -> RunEnded | None:
-    """How a start of a run ended; None when it has not, as far as the log says."""
+    """RunEnded of a start; None when none is on the log. Raises LogUnavailable."""
     for fact in _facts(log):
         if isinstance(fact, RunEnded) and fact.meta.run_id == run_id and fact.start == start_number:
             return fact
@@ -114,16 +127,17 @@ def end_of(log: Log, run_id: str, start_number: int) -> RunEnded | None:
 
 
 def user_name() -> str:
-    """Who asks, as user@machine."""
+    """The user of this process, as user@machine."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in some containers
+    except (KeyError, OSError):
+        # A user id without an entry in /etc/passwd, as in some containers.
         user = "unknown"
     return f"{user}@{socket.gethostname()}"
 
 
 def _facts(log: Log) -> list[Event]:
-    """All facts about runs. A broker that is away for a moment is waited for. Raises LogUnavailable."""
+    """All events of topic `runs`. Waits up to 30 s for a broker that is unavailable, then raises LogUnavailable."""
     until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:

@@ -1,12 +1,13 @@
-"""The harness behind `replayground serve <program>`: everything a program has besides its work.
+"""The harness behind `replayground serve <program>`: what surrounds the work of every program.
 
-logs        structlog, one JSON object a line on stderr; the last line of a bad input is plain, for people
+logs        structlog, one JSON object per line on stderr; bad input ends with one line of plain text
 stop        SIGTERM and SIGINT set an event; the program drains and returns; exit code 0
-heartbeat   WorkerSeen on the control topic every few seconds, from the program's metrics and the process itself
-health      /healthz and /metrics (Prometheus) on a port of [harness] bind, which is loopback unless it is set
-stall       work is waiting and none is taken: an error in the log, /healthz fails, and a stage of the streams is ended
-retention   what a group of the run has not read is about to be forgotten by the broker: an error in the log, and how long
-            is left stands in /metrics. Every program looks, since the one that does not read cannot be relied on to tell
+heartbeat   WorkerSeen on topic control every few seconds, with the program's metrics, memory and processor time
+health      /healthz and /metrics (Prometheus) on a port of [harness] bind, which is loopback by default
+stall       work waits and none is taken: an error in the log, /healthz answers 503, and programs with
+            ends_when_stalled exit, so that the supervisor restarts them
+retention   the broker is about to remove messages that a group of the run has not read: an error in the log, and the
+            seconds left in /metrics. Every program looks, because the group that does not read may be one that hangs
 """
 
 import errno
@@ -21,7 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
@@ -31,42 +32,45 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from consumers.config import TracesSettings
-from consumers.lag_watch import expiries_of
-from deploy.config import HarnessSettings
-from deploy.local.supervisor import TAKEN_OVER
-from deploy.programs import Program
-from deploy.resolve import ResolvedConfig, connectable
-from schemas.errors import BadInput, LogUnavailable, TakenOver
-from schemas.events import Meta, WorkerSeen
-from schemas.ids import new_id, now_microseconds
-from schemas.metrics import FIGURES, ProgramMetrics
-from schemas.run import Run
-from schemas.secrets import read_secret
-from streams.log.connect import open_log
-from streams.log.protocol import Log
+from replayground.consumers.config import TracesSettings
+from replayground.consumers.lag_watch import expiries_of
+from replayground.deploy.config import HarnessSettings
+from replayground.deploy.local.supervisor import TAKEN_OVER
+from replayground.deploy.programs import Program
+from replayground.deploy.resolve import ResolvedConfig, connectable
+from replayground.schemas.errors import BadInput, LogUnavailable, TakenOver
+from replayground.schemas.events import Meta, WorkerSeen
+from replayground.schemas.ids import new_id, now_microseconds
+from replayground.schemas.metrics import FIGURES, ProgramMetrics
+from replayground.schemas.run import Run
+from replayground.schemas.secrets import read_secret
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
 
 logger = structlog.get_logger()
 
 _EXTRA_FIELDS = ("attempt", "cgroup", "file", "jail", "owner", "provider", "reason", "sandbox", "session", "tool")
-"fields that sandboxes pass as `extra`; those of other libraries are left out, since they may hold anything"
+"fields that sandboxes pass as `extra`; those of other libraries are dropped, since they may contain anything"
 
+# Also bounds how long the last heartbeat delays the end of a program when the broker is away.
 _HEARTBEAT_FLUSH_SECONDS = 5.0
+_END_SECONDS = 10.0
+"how long a program that has ended waits for threads that a library left"
 
 
 def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: Path) -> int:
-    """Runs a program until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input, 3 its run was resumed
-    elsewhere, so that it must not be started again.
+    """Runs a program; blocks until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input, 3 its
+    run was resumed elsewhere, so it must not be restarted.
 
-    What is wrong with an input is also written to reason_file: starting again would not help, so whoever watches the
-    stack ends it.
+    Bad input is also written to reason_file: a restart would not help, so the monitor ends the stack.
     """
     run = resolved.run_of(worker, program.name)
     configure_logs(program.name, run.run_id)
     harness = Harness(program.name, run, resolved.config.harness, program.ends_when_stalled)
+    # Before the import, which may take seconds: a SIGTERM meanwhile must not kill the process without a drain.
     harness.stop_on_signals()
     try:
-        # before the health port opens: a program that cannot be imported must not look alive for a moment
+        # Before the health port opens: a program that cannot be imported must not look healthy for a moment.
         run_function = program.load()
         logger.info("started", worker=worker)
         with (
@@ -77,21 +81,39 @@ def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: 
             harness.wait_for_stop()
         logger.info("drained")
     except BadInput as error:
+        # Plain text and last, so that RunningStack.last_line shows it to the user.
         print(error, file=sys.stderr, flush=True)
         _write_reason(reason_file, str(error))
         return 2
     except TakenOver as error:
         logger.info("taken_over", reason=str(error))
         return TAKEN_OVER
-    except Exception:  # logged with its traceback; the supervisor starts the program again
+    except Exception:
+        # Any other error: the supervisor restarts the program, which continues from what is on the log.
         logger.exception("crashed")
         return 1
     return 0
 
 
+def end_process(code: int, patience_seconds: float = _END_SECONDS) -> NoReturn:
+    """Ends this process, whatever threads a library has left in it."""
+    # The interpreter waits for every thread without a limit, and a process that neither works nor ends is never
+    # restarted. Seen with Faust: when brokers died at the wrong moment, the thread of its consumer did not end.
+    watchdog = threading.Timer(patience_seconds, _end_by_force, (code,))
+    watchdog.daemon = True
+    watchdog.start()
+    sys.exit(code)
+
+
+def _end_by_force(code: int) -> None:
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    logger.error("threads_left", threads=left, reason="they did not end; what was not committed is read again")
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def settings_of(program: Program, resolved: ResolvedConfig) -> Any:
-    """The section of the config that belongs to a program, with the secrets that it refers to, which no file has.
-    Raises BadInput."""
+    """The config section of a program, with references to secrets replaced by the secrets. Raises BadInput."""
     settings = getattr(resolved.config, program.name)
     if isinstance(settings, TracesSettings):
         return msgspec.structs.replace(settings, dsn=_with_password(settings.dsn))
@@ -99,10 +121,11 @@ def settings_of(program: Program, resolved: ResolvedConfig) -> Any:
 
 
 def _with_password(dsn: str) -> str:
-    """A DSN whose password is a reference (env:NAME or file:PATH), with the password itself."""
+    """Replaces the password reference (env:NAME or file:PATH) in a DSN by the password. Raises BadInput."""
     reference = urlsplit(dsn).password
     if not reference:
         return dsn
+    # Percent-encoded in both directions: a path contains slashes, and a password may contain any character.
     password = read_secret(unquote(reference), "traces", "the password in [traces] dsn")
     return dsn.replace(f":{reference}@", f":{quote(password, safe='')}@", 1)
 
@@ -110,15 +133,16 @@ def _with_password(dsn: str) -> str:
 def _write_reason(reason_file: Path, reason: str) -> None:
     try:
         reason_file.write_text(f"{reason}\n")
-    except OSError as error:  # a read-only folder: the log line has to do
+    except OSError as error:
+        # A read-only folder or a full disk: the line in the log remains.
         logger.warning("reason_file_not_written", file=str(reason_file), reason=str(error))
 
 
 def configure_logs(program: str, run_id: str) -> None:
-    """structlog as JSON on stderr; records of the standard library, which sandboxes use, are rendered the same way."""
+    """Configures structlog as JSON on stderr. Records of the standard library, which sandboxes use, look the same."""
 
     def add_constant_fields(_: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
-        # not contextvars: a new thread starts with an empty context, so its lines would lack the fields
+        # Not contextvars: a new thread starts with an empty context, so its lines would lack the fields.
         return {"program": program, "run_id": run_id} | event
 
     shared: list[Any] = [
@@ -142,12 +166,13 @@ def configure_logs(program: str, run_id: str) -> None:
             foreign_pre_chain=[structlog.stdlib.ExtraAdder(_EXTRA_FIELDS), *shared], processors=renderer
         )
     )
+    # force: libraries that were imported before may have installed handlers. WARNING: their info would fill the log.
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
 
 
 @dataclass
 class StallWatch:
-    """Notices a program that has work waiting and takes none. Time is an argument."""
+    """Detects a program that has work waiting and takes none. Time is an argument."""
 
     stall_seconds: float
     _read_before: float = -1.0
@@ -155,9 +180,10 @@ class StallWatch:
     _looked_at: float = 0.0
 
     def is_stalled(self, figures: dict[str, float], now: float) -> bool:
-        """True when lag is above zero and events_read has not grown for stall_seconds."""
+        """True when lag is above zero and events_read has not changed for stall_seconds."""
         read = figures.get("events_read", 0.0)
-        # who did not look for long was stopped together with the program, and says nothing against it
+        # A long gap between two looks means that the whole process was stopped (SIGSTOP, a suspended machine): the
+        # program had no chance to work, so the time does not count.
         was_stopped = now - self._looked_at >= 0.75 * self.stall_seconds
         if self._moved_at is None or was_stopped or read != self._read_before or figures.get("lag", 0.0) <= 0:
             self._read_before, self._moved_at = read, now
@@ -166,18 +192,19 @@ class StallWatch:
 
 
 class RetentionWatch:
-    """Notices when the broker is about to forget what a group of the run has not read. Belongs to one thread."""
+    """Detects that retention is about to remove messages that a group of the run has not read. Use it in one thread."""
 
     def __init__(self) -> None:
         self.seconds_left: float | None = None
-        "of whatever is forgotten first; None when nothing unread can be"
+        "until the first unread message is removed; None when no unread message can be removed"
         self._alarming: set[tuple[str, str]] = set()
 
     def look(self, log: Log, run_id: str, now_milliseconds: int) -> None:
-        """Logs an error when an alarm begins. Raises LogUnavailable."""
+        """Logs an error when an alarm begins, and its end. Blocks while it asks the broker. Raises LogUnavailable."""
         expiries = expiries_of(log, run_id, now_milliseconds)
         self.seconds_left = min((expiry.seconds_left for expiry in expiries), default=None)
         alarming = {(expiry.group, expiry.topic): expiry for expiry in expiries if expiry.is_alarming}
+        # Only at the beginning and at the end of an alarm: every program looks, once a minute.
         for place in alarming.keys() - self._alarming:
             expiry = alarming[place]
             logger.error(
@@ -193,7 +220,7 @@ class RetentionWatch:
 
 
 class Harness:
-    """What surrounds one running program."""
+    """What surrounds one running program: signals, heartbeats, health page, stall and retention watches."""
 
     def __init__(self, role: str, run: Run, settings: HarnessSettings, ends_when_stalled: bool = False) -> None:
         self._ends_when_stalled = ends_when_stalled
@@ -209,6 +236,7 @@ class Harness:
         self._usage = Usage()
 
     def stop_on_signals(self) -> None:
+        # Only sets an event: a handler runs between any two instructions of the main thread.
         def on_signal(signal_number: int, frame: object) -> None:
             self.stop.set()
 
@@ -216,7 +244,8 @@ class Harness:
             signal.signal(number, on_signal)
 
     def wait_for_stop(self) -> None:
-        """A program that has done all its work stays, idle, until the stack ends: whoever is missing has failed."""
+        """Blocks until the program is told to stop, when its work is done before."""
+        # The supervisor restarts a program that exits, and a missing program counts as failed.
         if not self.stop.is_set():
             logger.info("work_finished")
             self.program_metrics.detail = "finished"
@@ -229,7 +258,8 @@ class Harness:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Beats while the block runs, and once more at its end, with the final figures."""
+        """Writes heartbeats while the block runs, and a last one at its end with the final figures."""
+        # In a thread of its own: a heartbeat must go out while the program is busy or hangs.
         ended = threading.Event()
         thread = threading.Thread(target=self._beat_until, args=(ended,), name="heartbeat", daemon=True)
         thread.start()
@@ -241,11 +271,12 @@ class Harness:
 
     @contextmanager
     def health_page(self, port: int, is_first: bool = True) -> Iterator[None]:
-        """A further worker of a program finds its port taken by the first and answers on another, which its log names."""
+        """Serves /healthz and /metrics while the block runs. Raises OSError when the first worker's port is taken."""
         bind = self._settings.bind
         try:
             server = _HealthServer((bind, port), self)
         except OSError as error:
+            # A further worker finds the port taken by the first one, so it uses any free port, which it logs below.
             if is_first or error.errno != errno.EADDRINUSE:
                 raise
             server = _HealthServer((bind, 0), self)
@@ -264,17 +295,20 @@ class Harness:
         while not is_last:
             is_last = ended.wait(self._settings.heartbeat_seconds)
             figures = self.figures()
+            # Before the log is used: it may block, and a stall must be noticed while the broker is away, too.
             self._notice_stall(figures)
             try:
                 log.append(self._worker_seen(figures))
                 log.flush(_HEARTBEAT_FLUSH_SECONDS)
                 self._look_at_retention(log)
             except LogUnavailable as error:
-                # the program meets the same broker and decides for itself; a missed beat is no reason to end
+                # The program uses the same broker and decides for itself; a missed heartbeat is no reason to end.
                 logger.warning("heartbeat_missed", reason=str(error))
+                # With a new client: this one still holds the heartbeat that was not delivered.
                 log.codec.close()
                 log = open_log(self.run)
-        log.codec.close()  # every heartbeat was flushed, or logged as missed
+        # The codec alone: every heartbeat was flushed, or logged as missed.
+        log.codec.close()
 
     def _notice_stall(self, figures: dict[str, float]) -> None:
         stalled = self._watch.is_stalled(figures, time.monotonic())
@@ -286,7 +320,8 @@ class Harness:
                 doing=self.program_metrics.detail,
             )
             if self._ends_when_stalled:
-                # At once: a hung program may not react to a signal handler, and what it has not committed is read again.
+                # Without a drain: a hung program may not reach its event loop again. What it has not committed is
+                # delivered again after the restart.
                 os._exit(1)
         elif self.stalled and not stalled:
             logger.info("stall_ended")
@@ -312,7 +347,7 @@ class Harness:
 
 
 class Usage:
-    """Memory and processor time of this process and everything below it."""
+    """Memory and processor time of this process and all its descendants."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -328,8 +363,10 @@ class Usage:
                 with process.oneshot():
                     times = process.cpu_times()
                     memory_bytes += process.memory_info().rss
+                    # With the time of creation, since pids are reused.
                     seen[process.pid, process.create_time()] = times.user + times.system
-            except psutil.Error:  # a child that ended while it was looked at
+            except psutil.Error:
+                # A child that ended meanwhile.
                 continue
         self._remember_ended(seen)
         self._peak_bytes = max(self._peak_bytes, memory_bytes)
@@ -340,7 +377,7 @@ class Usage:
         }
 
     def _remember_ended(self, seen: dict[tuple[int, float], float]) -> None:
-        """Time of children that are gone still counts, or the figure would fall."""
+        """Adds the processor time of children that have ended: a counter must not fall."""
         for process, seconds in self._cpu_seconds_by_process.items():
             if process not in seen:
                 self._ended_cpu_seconds += seconds
@@ -348,7 +385,7 @@ class Usage:
 
 
 class _Figures(Collector):
-    """The figures of a harness as Prometheus reads them."""
+    """The figures of a harness as Prometheus gauges, computed when they are scraped."""
 
     def __init__(self, harness: Harness) -> None:
         self._harness = harness
@@ -393,4 +430,4 @@ class _HealthHandler(BaseHTTPRequestHandler):
         return 200, generate_latest(self.server.registry)
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the name is the base class's
-        """Silent: a scraper every few seconds would fill the log."""
+        """Does nothing: requests of a scraper every few seconds would fill the log."""

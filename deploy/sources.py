@@ -1,7 +1,7 @@
-"""What a run is made of besides its config: the files it needs, as blobs, and the versions of the code that runs it.
+"""The files that a run needs, kept as blobs, and the versions of the code that runs it.
 
-`store_files` puts them into the blob store when a run starts. `restore_files` finds them again when it is resumed: at their
-original path if the same bytes are there, else out of the store, into the folder job/ of the run.
+`store_files` puts the files into the blob store when a run starts. `restore_files` locates them when it is resumed: at
+their original path if the same bytes are there, else it copies them from the store into the folder job/ of the run.
 """
 
 import copy
@@ -14,19 +14,23 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from deploy.config import PATH_SETTINGS, set_setting, setting_at
-from schemas.blobs import Blobs
-from schemas.errors import BadInput, BlobDamaged
-from schemas.events import RunFile
+from replayground.deploy.config import PATH_SETTINGS, set_setting, setting_at
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.errors import BadInput, BlobDamaged
+from replayground.schemas.events import RunFile
 
 ROOT = Path(__file__).resolve().parents[1]
-"where our packages lie"
-OWN_PACKAGES = ("consumers", "deploy", "producers", "replayground", "sandboxes", "schemas", "streams", "trainer")
+"the folder that contains our packages: a checkout, or the installed package"
+OWN_PACKAGES = ("consumers", "deploy", "producers", "sandboxes", "schemas", "streams", "trainer")
+"imported as replayground.<name>: in a checkout through the links in replayground/"
+# absolute() and not resolve(): replayground/deploy is a link in a checkout, and the parent of the link is wanted.
+PUBLIC_API = Path(__file__).absolute().parents[1]
+"the folder replayground/, which is ROOT itself where the package is installed"
 PACKAGES = (
     *("torch", "vllm", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "fastavro"),
     *("confluent-kafka", "faust-streaming", "chdb", "obstore"),
 )
-"those that decide what comes out; the ones that are not installed are left out"
+"packages that influence the result of a run; those that are not installed are omitted"
 
 
 @dataclass(frozen=True)
@@ -35,22 +39,23 @@ class SourceFile:
 
     path: Path
     name: str
-    "by which it is restored, relative to the folder job/"
+    "relative to the folder job/, where it is restored"
     setting: str | None
 
 
 @dataclass(frozen=True)
 class RestoredConfig:
-    """The config of a run with paths of this machine, and where its files came from, one sentence for each setting."""
+    """The config of a run with paths of this machine, and one sentence per setting about where its file came from."""
 
     raw: dict[str, Any]
     told: list[str]
 
 
 def files_of(raw: dict[str, Any]) -> list[SourceFile]:
-    """Every file that a config names, and what lies beside a module that is a file: *.py. Raises BadInput."""
+    """Every file that a config names, and all *.py beside a module that is given as a file."""
     found = [source for setting in PATH_SETTINGS for source in _files_of_setting(raw, setting)]
     module = setting_at(raw, "job.module")
+    # The module may import its neighbours; which of them it imports is not known without running it.
     if _is_file_name(module):
         beside = [path for path in sorted(Path(module).parent.glob("*.py")) if path != Path(module)]
         found += [SourceFile(path, path.name, None) for path in beside]
@@ -58,7 +63,7 @@ def files_of(raw: dict[str, Any]) -> list[SourceFile]:
 
 
 def store_files(blobs: Blobs, raw: dict[str, Any]) -> list[RunFile]:
-    """Puts the files of a run into the store. Raises BadInput, BlobsUnavailable."""
+    """Puts the files of a run into the blob store. Blocks. Raises BadInput, BlobsUnavailable."""
     stored: list[RunFile] = []
     for source in files_of(raw):
         try:
@@ -70,7 +75,7 @@ def store_files(blobs: Blobs, raw: dict[str, Any]) -> list[RunFile]:
 
 
 def restore_files(blobs: Blobs, raw: dict[str, Any], files: Sequence[RunFile], folder: Path) -> RestoredConfig:
-    """Points the config at the files of the run, wherever they are. Raises BadInput when one is lost."""
+    """Sets the paths in the config to the files of the run. Raises BadInput when the blob of a file is lost."""
     raw = copy.deepcopy(raw)
     told: list[str] = []
     for setting in PATH_SETTINGS:
@@ -78,6 +83,7 @@ def restore_files(blobs: Blobs, raw: dict[str, Any], files: Sequence[RunFile], f
         value = setting_at(raw, setting)
         if not wanted or not isinstance(value, str):
             continue
+        # A module and its neighbours are restored together or not at all: files of two versions must not be mixed.
         needed = wanted + ([file for file in files if file.setting is None] if setting == "job.module" else [])
         if _is_here(value, needed):
             told.append(f"{setting}: {value}, unchanged")
@@ -90,12 +96,13 @@ def restore_files(blobs: Blobs, raw: dict[str, Any], files: Sequence[RunFile], f
 
 
 def code_version() -> str:
-    """The commit of a checkout, with a digest of the sources when they differ from it; else the version of the package with
-    that digest."""
+    """The commit of a checkout, plus a digest of the sources if they differ from it. Without a checkout, the version of
+    the package plus that digest."""
     commit = _git("rev-parse", "HEAD") if (ROOT / ".git").exists() else None
     if commit is None:
         return f"{_version_of('replayground') or 'unknown'}+{_source_digest()}"
-    changed = _git("status", "--porcelain", "--", *OWN_PACKAGES)
+    # Only our packages count: notes or tests that are not committed do not change what a run does.
+    changed = _git("status", "--porcelain", "--", "replayground", *OWN_PACKAGES)
     return f"{commit}+{_source_digest()}" if changed else commit
 
 
@@ -114,7 +121,8 @@ def _files_of_setting(raw: dict[str, Any], setting: str) -> Iterator[SourceFile]
             yield SourceFile(origin, origin.name, setting)
         return
     path = Path(value)
-    # beside the module by its name alone, so that the module finds it there; else below the name of the setting
+    # A file beside the module keeps its name, so that the module finds it there. Others go into a folder named after
+    # the setting, where two files of the same name cannot collide.
     module = setting_at(raw, "job.module")
     is_beside = _is_file_name(module) and path.parent == Path(module).parent
     prefix = PurePosixPath() if is_beside or setting == "job.module" else PurePosixPath(setting)
@@ -130,7 +138,7 @@ def _is_file_name(module: Any) -> bool:
 
 
 def origin_of(module: str) -> Path | None:
-    """The source file of a dotted name; None when it has none, which whoever loads it will tell."""
+    """The source file of a dotted name; None when it has none. Loading the job reports a module that does not exist."""
     try:
         specification = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -140,7 +148,7 @@ def origin_of(module: str) -> Path | None:
 
 
 def _is_here(value: str, files: Sequence[RunFile]) -> bool:
-    """Whether every file stands where the config of the run says, with the same bytes."""
+    """True when every file is at the path that the config of the run names, with the same bytes."""
     path = Path(value) if value.endswith(".py") or "/" in value else origin_of(value)
     if path is None:
         return False
@@ -148,6 +156,7 @@ def _is_here(value: str, files: Sequence[RunFile]) -> bool:
 
 
 def _original_of(path: Path, file: RunFile) -> Path:
+    """The path of a file of the run on the machine that started it; `path` is the value of its setting."""
     if file.setting is None:
         return path.parent / file.name
     parts = PurePosixPath(file.name).parts
@@ -155,7 +164,7 @@ def _original_of(path: Path, file: RunFile) -> Path:
 
 
 def _restored_at(value: str, files: Sequence[RunFile], folder: Path) -> Path:
-    """The path that takes the place of `value`: of the file, or of the folder that holds the files."""
+    """The path that replaces `value` in the config: the restored file, or the folder that contains the files."""
     name = PurePosixPath(files[0].name)
     if len(files) == 1 and Path(value).name not in name.parts[:-1]:
         return folder / name
@@ -165,7 +174,8 @@ def _restored_at(value: str, files: Sequence[RunFile], folder: Path) -> Path:
 
 def _extract(blobs: Blobs, file: RunFile, folder: Path) -> None:
     target = (folder / file.name).resolve()
-    if not target.is_relative_to(folder.resolve()):  # a name comes from the log, and must not lead elsewhere
+    # The name comes from the log, where others can write: it must not lead out of the folder.
+    if not target.is_relative_to(folder.resolve()):
         raise BadInput(f"the run names a file outside of its folder: {file.name}")
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -183,10 +193,12 @@ def _digest(path: Path) -> str | None:
 
 
 def _source_digest() -> str:
+    # Names and contents are separated by zero bytes, so that no two sets of files give the same input.
     digest = hashlib.sha256()
-    for package in OWN_PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    sources = [path for package in OWN_PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    for path in (*sources, *sorted(PUBLIC_API.glob("*.py"))):
+        root = ROOT if path.is_relative_to(ROOT) else PUBLIC_API
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 
 

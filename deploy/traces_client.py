@@ -1,4 +1,4 @@
-"""A client of the traces program: how runs stand, their reports, and SQL. It owns the store; everybody else asks."""
+"""An HTTP client of the traces program: state of runs, reports, SQL. Only the traces program opens the trace store."""
 
 import json
 import urllib.error
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct
 
-from schemas.errors import BadInput, ReplaygroundError
+from replayground.schemas.errors import BadInput, ReplaygroundError
 
 if TYPE_CHECKING:
-    from consumers.reconcile import PartitionComparison
+    from replayground.consumers.reconcile import PartitionComparison
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
-    """Held-out tasks solved by one version."""
+    """The share of held-out tasks that one weight version solved."""
 
     version: int
     kind: str
@@ -27,7 +27,7 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 
 
 class Overview(Struct, frozen=True, kw_only=True):
-    """How the run stands. Fields the page does not tell keep their defaults; more than these are passed over."""
+    """The state of a run. Fields that the response lacks keep their defaults; unknown ones are ignored."""
 
     phase: str = "starting"
     steps: int = 0
@@ -48,19 +48,20 @@ class Overview(Struct, frozen=True, kw_only=True):
     @property
     def evaluated(self) -> Evaluation | None:
         """The newest complete evaluation at temperature 1."""
+        # An evaluation that is still running would show the pass rate of its first, quickest tasks.
         complete = [e for e in self.heldout_pass_at_1 if e.complete and e.kind == "sampled"]
         return max(complete, key=lambda evaluation: evaluation.version, default=None)
 
 
 class FinishedRun(Struct, frozen=True, kw_only=True):
-    """What is left of a run for people."""
+    """Summary and report of a run."""
 
     summary: dict[str, Any]
     report: str
 
 
 class RunEntry(Struct, frozen=True, kw_only=True):
-    """A run as the trace store has it. Times are microseconds since the epoch."""
+    """A run according to the trace store. Times are microseconds since the epoch."""
 
     run_id: str
     job: str
@@ -77,14 +78,14 @@ class RunEntry(Struct, frozen=True, kw_only=True):
 
 
 class TracesClient:
-    """The HTTP interface of the traces program, for one run of the field or for all of them."""
+    """Requests to the traces program, about one run or about all runs of the field. Calls block."""
 
     def __init__(self, url: str, run_id: str | None = None) -> None:
         self.url = url
         self._run_id = run_id
 
     def runs(self) -> list[RunEntry] | None:
-        """All runs that the store knows, newest first; None while nobody answers."""
+        """All runs in the trace store, newest first; None when the traces program does not answer."""
         try:
             return msgspec.json.decode(self._ask("/api/runs", None, timeout_seconds=30.0), type=list[RunEntry])
         except OSError as error:
@@ -92,7 +93,7 @@ class TracesClient:
             return None
 
     def overview(self) -> Overview | None:
-        """How the run stands; None while nobody answers, or the store does not know the run yet."""
+        """The state of the run; None when the traces program does not answer or does not know the run yet."""
         try:
             return msgspec.json.decode(self._ask("/api/overview", None, timeout_seconds=10.0), type=Overview)
         except OSError as error:
@@ -100,16 +101,23 @@ class TracesClient:
             return None
 
     def finish(self) -> FinishedRun:
-        """The figures and the report of the run, when all of the log is in the store. Raises ReplaygroundError."""
+        """Summary and report of the run, once the store has caught up with the log. Raises ReplaygroundError."""
+        # Five minutes: the store may have to catch up, and the report queries all rows of the run.
         try:
             return msgspec.json.decode(self._ask("/api/finish", {}, timeout_seconds=300.0), type=FinishedRun)
-        except OSError as error:  # which an HTTPError is too
+        # HTTPError is an OSError: a refusal by the traces program is handled here as well.
+        except OSError as error:
             raise ReplaygroundError(f"the report could not be made: {_reason(error)}") from error
 
     def reconcile(self, repair: bool) -> "list[PartitionComparison]":
-        """The trace store against the log, by partition. Raises BadInput, OSError when nobody answers."""
-        from consumers.reconcile import PartitionComparison  # brings ClickHouse's client, which no other command needs
+        """Compares the trace store with the log, by partition. Raises BadInput when it is refused, OSError when the
+        traces program does not answer."""
+        # Imported here: it loads the ClickHouse client, which no other command needs.
+        from replayground.consumers.reconcile import (
+            PartitionComparison,
+        )
 
+        # Half an hour: the whole log is read, and a repair rewrites parts of the store.
         try:
             return msgspec.json.decode(
                 self._ask("/api/reconcile", {"repair": repair}, timeout_seconds=1800.0), type=list[PartitionComparison]
@@ -118,7 +126,7 @@ class TracesClient:
             raise BadInput(_reason(error)) from error
 
     def sql(self, statement: str) -> dict[str, Any]:
-        """Columns and rows of a SELECT. Raises BadInput when the statement is refused, OSError when nobody answers."""
+        """Columns and rows of a SELECT. Raises BadInput when it is refused, OSError when traces does not answer."""
         try:
             answer: dict[str, Any] = msgspec.json.decode(
                 self._ask("/api/sql", {"sql": statement}, timeout_seconds=60.0)
@@ -137,11 +145,12 @@ class TracesClient:
 
 
 def _reason(error: OSError) -> str:
-    """What the page said about its refusal, or what went wrong on the way to it."""
+    """The reason in an error response, or the text of a connection error."""
     if not isinstance(error, urllib.error.HTTPError):
         return str(error)
     text = error.read().decode(errors="replace")
     _close(error)
+    # Our own errors are {"error": …}, those of the web framework {"detail": …}; anything else is text.
     try:
         told = json.loads(text)
     except ValueError:
@@ -150,6 +159,6 @@ def _reason(error: OSError) -> str:
 
 
 def _close(error: OSError) -> None:
-    """A refusal holds its connection open until it is closed."""
+    """Closes the connection that an HTTPError holds open."""
     if isinstance(error, urllib.error.HTTPError):
         error.close()

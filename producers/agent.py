@@ -1,8 +1,9 @@
-"""An agent as data: what it is told, who speaks for it, with which tools, within which limits.
+"""An agent as data: its system prompt, its model, its tools and its limits.
 
-    Agent(name="solver", parts=(Part(name="role", text="You solve sums."), Part(name="tools", source="tools")), turns_max=4)
+    role = Part(name="role", text="You solve sums.")
+    Agent(name="solver", parts=(role, Part(name="tools", source="tools")), turns_max=4)
 
-or the same in TOML (see producers/topology.py for files of them):
+or the same in TOML (producers/topology.py reads such files):
 
     [agents.solver]
     turns_max = 4
@@ -14,61 +15,62 @@ from typing import Any, Literal
 
 from msgspec import Struct, structs
 
-from producers.formats import FormatName, format_named
-from sandboxes.tools.tool import Tool
-from sandboxes.worlds.world import World
-from schemas.events import Sampling
+from replayground.producers.formats import FormatName, format_named
+from replayground.sandboxes.tools.tool import Tool
+from replayground.sandboxes.worlds.world import World
+from replayground.schemas.events import Sampling
 
 POLICY = "policy"
-"The model that is trained, behind the worker's own servers."
+"Name of the model that is being trained. It runs on the servers of [rollouts] servers."
 
 
 class Example(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A task and the turns of one who did it well."""
+    """A task and the turns of a good solution, for few-shot prompting."""
 
     task: str
     turns: tuple[str, ...]
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A named part of the system prompt. A part with nothing to say is left out."""
+    """A named part of the system prompt. A part that renders to an empty text is left out."""
 
     name: str
     text: str = ""
-    "said first, whatever the source"
+    "comes first, whatever the source"
     source: Literal["text", "tools", "world", "examples"] = "text"
-    "what follows: nothing, the tools and how to call them, what lies in the world, or the examples"
+    "what follows the text: nothing, the tools and the call format, the names in the world, or the examples"
     examples: tuple[Example, ...] = ()
 
 
 class Agent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One agent. What is left out comes from the task: its toolset, and the sampling it was submitted with."""
+    """One agent. Fields that are None come from the task: its toolset, and the sampling it was submitted with."""
 
     name: str
     parts: tuple[Part, ...] = ()
-    "the system prompt, in this order; tools that no part lists are listed by the model's chat template, if it can"
+    "the system prompt, in this order; if no part has source tools, the chat template lists the tools, if it can"
     tools: tuple[str, ...] | None = None
     "names of its tools; left out = the task's toolset"
     format: FormatName = "hermes"
-    "how it writes calls"
+    "tool-call format (producers/formats.py)"
     model: str = POLICY
-    "who speaks for it: the policy that is trained, or a model named in [models]"
+    "the policy that is being trained, or the name of a model in [models]"
     teacher: str | None = None
-    "a model of [models] that speaks for it when a demonstration is asked for; left out = the job's demonstrate"
+    "a model of [models] that plays this agent in demonstrations; left out = the job's demonstrate function"
     temperature: float | None = None
     top_p: float | None = None
     max_tokens_per_turn: int | None = None
     turns_max: int | None = None
-    "turns it has in one rollout, however often it is spoken to"
+    "limit on its turns in one rollout, over all messages it receives"
     tokens_max: int | None = None
-    "longest context it may have"
+    "limit on the length of its context"
     plain_answers: bool = False
-    "a turn without a call and without <answer> is its answer, instead of an error"
+    "a turn without a call and without <answer> counts as its final answer, instead of as an agent_error"
     shows_right_form: bool = True
-    "an error about a malformed call shows how a call is written"
+    "an error about a malformed call includes the right form of a call"
 
     def sampling(self, asked: Sampling) -> Sampling:
-        """What the task asks for, with this agent's own figures in place."""
+        """The requested sampling, with this agent's own values where it sets them."""
+        # Agent names these fields as Sampling does. A new field of Sampling needs one here, or this raises.
         own = {field: getattr(self, field) for field in Sampling.__struct_fields__}
         return structs.replace(asked, **{field: value for field, value in own.items() if value is not None})
 
@@ -78,28 +80,28 @@ class Agent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model behind one or more servers with OpenAI's /v1/chat/completions. It can teach and play, never be trained:
-    its turns come as text, without ids, log-probabilities or weight versions."""
+    """A model behind one or more servers with OpenAI's /v1/chat/completions. It can teach and play, but is never
+    trained: its turns come as text, without token ids, log-probabilities or weight versions."""
 
     name: str
     servers: tuple[str, ...]
-    "base addresses, such as http://127.0.0.1:8001; the least loaded one is asked, and another when it fails"
+    "base URLs, such as http://127.0.0.1:8001; a turn goes to the least loaded one, and to another if that fails"
     served_name: str
-    "what its servers call it"
+    "the model name in requests to its servers"
     key_variable: str | None = None
-    "environment variable that holds the key for its servers; the key itself stands in no file and no event"
+    "environment variable with the API key of its servers; the key itself is in no file and no event"
     timeout_seconds: float = 120.0
     patience_seconds: float = 60.0
-    "a turn that every server refuses is tried again for so long"
+    "how long a turn is retried while every server fails"
 
 
 def only_agent(name: str, system_prompt: str) -> Agent:
-    """The one agent of a job that defines none."""
+    """The agent of a job that defines no agents."""
     return Agent(name=name, parts=(Part(name="system", text=system_prompt),), shows_right_form=False)
 
 
 def system_prompt(agent: Agent, tools: Mapping[str, Tool], world: World) -> str:
-    """The parts that have something to say, in their order."""
+    """The parts that are not empty, in their order."""
     said = [_render_part(part, agent, tools, world) for part in agent.parts]
     return "\n\n".join(text for text in said if text)
 
@@ -107,6 +109,7 @@ def system_prompt(agent: Agent, tools: Mapping[str, Tool], world: World) -> str:
 def _render_part(part: Part, agent: Agent, tools: Mapping[str, Tool], world: World) -> str:
     lines = [part.text] if part.text else []
     match part.source:
+        # Without tools only the text is rendered: describe([]) would still explain how to call one.
         case "tools" if tools:
             lines.append(format_named(agent.format).describe([tool.specification() for tool in tools.values()]))
         case "world":
@@ -117,7 +120,7 @@ def _render_part(part: Part, agent: Agent, tools: Mapping[str, Tool], world: Wor
 
 
 def _world_notes(world: World) -> list[str]:
-    """Names only: what is in files and tables is for the agent to find out."""
+    """Names of files, tables and columns. Their contents are left for the agent to find with its tools."""
     tables = [f"{name} ({', '.join(table.columns)})" for name, table in world.tables.items()]
     found = {"Files": list(world.files), "Tables": tables}
     return [f"{what}: {', '.join(names)}" for what, names in found.items() if names]
@@ -128,7 +131,9 @@ def _render_example(example: Example) -> str:
 
 
 def peer_tool(name: str, description: str, colleagues: tuple[str, ...]) -> Tool:
-    """A tool by which an agent speaks to others. It is listed and called like any other, and runs in no sandbox."""
+    """A tool by which an agent asks or hands off to another. It is listed and called like any other tool, but
+    producers/ensemble.py carries it out instead of a sandbox."""
+    # The enum makes the schema check refuse agents that are not in this topology.
     parameters: dict[str, Any] = {
         "type": "object",
         "properties": {

@@ -1,12 +1,13 @@
-"""Tool-call formats: how agents of different families write a call, and how their turns are read.
+"""Tool-call formats: how models of different families write a call, and how their turns are parsed.
 
 hermes     <tool_call>{"name": "python", "arguments": {"code": "1+1"}}</tool_call>           (also Qwen 2.5 and 3)
-llama      <|python_tag|>{"name": "python", "parameters": {"code": "1+1"}}                   (Llama 3; the tag may be left out)
+llama      <|python_tag|>{"name": "python", "parameters": {"code": "1+1"}}                   (Llama 3; tag optional)
 xml        <tool name="python"><arg name="code">1+1</arg></tool>
 qwen_xml   <tool_call><function=python><parameter=code>1+1</parameter></function></tool_call>  (Qwen 3 Coder)
 
-In every format `<answer>…</answer>` answers. One call a turn: of several calls none is made, and the agent is told so, since
-a later call was written without knowing what the first one brings. No text makes a parser raise.
+In every format `<answer>…</answer>` is the final answer. A turn holds one call at most: of several calls none is made,
+and the agent reads an error, because the later calls were written without the result of the first. A parser never
+raises, whatever the text. The reasons in Malformed are read by the agent.
 """
 
 import re
@@ -24,7 +25,7 @@ FormatName = Literal["hermes", "llama", "xml", "qwen_xml"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """The agent asked for a tool. `text` is the JSON of the arguments, as the agent wrote it where it writes JSON."""
+    """The agent calls a tool. `text` is the JSON of the arguments: in JSON formats exactly as the agent wrote it."""
 
     tool: str
     arguments: dict[str, Any]
@@ -33,14 +34,14 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """The agent answered, which ends its part. White space around the answer is stripped."""
+    """The agent answered, which ends its part. Whitespace around the answer is stripped."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """The agent tried to call a tool or to answer, and this is what was wrong with it."""
+    """The agent tried to call a tool or to answer, and made a mistake in the form."""
 
     reason: str
 
@@ -55,19 +56,20 @@ type ParsedTurn = ToolCall | FinalAnswer | Malformed | Idle
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way of writing calls."""
+    """One tool-call format."""
 
     name: FormatName
     right_form: str
-    "a whole call, as an agent should have written it"
+    "a complete call with placeholders, for prompts and error messages"
     _read: Callable[[str, Parameters], ParsedTurn]
 
     def parse(self, text: str, parameters: Parameters) -> ParsedTurn:
-        """What a turn does. Total. XML carries text only, so `parameters` says which arguments are numbers, lists …"""
+        """What a turn does. Never raises. XML carries text only, so the schemas in `parameters` say which arguments are
+        numbers, lists and so on."""
         return self._read(text, parameters)
 
     def describe(self, specifications: list[dict[str, Any]]) -> str:
-        """What an agent is told about its tools, for models whose chat template does not do it."""
+        """The part of the system prompt that lists the tools, for models whose chat template does not."""
         lines = [msgspec.json.encode(specification["function"]).decode() for specification in specifications]
         tools = "\n".join(lines)
         return f"Tools, one a line:\n{tools}\nTo call one, write {self.right_form}, one call a turn."
@@ -95,6 +97,7 @@ class _LlamaCall(msgspec.Struct, frozen=True):
 _SEVERAL = "one call a turn"
 _BOTH = "a turn is a call or an answer, not both"
 _PYTHON_TAG = "<|python_tag|>"
+# Llama writes several calls one after another, with or without a semicolon between them.
 _NEXT_LLAMA_CALL = re.compile(r'\}\s*;?\s*\{\s*"name"')
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -104,6 +107,7 @@ def _read_hermes(text: str, parameters: Parameters) -> ParsedTurn:
     calls = _HERMES_CALL.findall(text)
     if len(calls) > 1:
         return Malformed(_SEVERAL)
+    # Anywhere in the turn, so also an <answer> inside the arguments is refused.
     if calls:
         return Malformed(_BOTH) if "<answer>" in text else _hermes_call(calls[0])
     return Malformed("<tool_call> without </tool_call>") if "<tool_call>" in text else _answer(text)
@@ -118,6 +122,7 @@ def _hermes_call(body: str) -> ParsedTurn:
 
 
 def _read_llama(text: str, parameters: Parameters) -> ParsedTurn:
+    # Text before the tag is reasoning. Without the tag the whole turn must be the call.
     before, tag, after = text.partition(_PYTHON_TAG)
     body = (after if tag else before).strip()
     if not tag and not body.startswith("{"):
@@ -128,15 +133,18 @@ def _read_llama(text: str, parameters: Parameters) -> ParsedTurn:
         call = msgspec.json.decode(body, type=_LlamaCall)
         return _json_call(call.name, call.parameters, "parameters")
     except _NOT_JSON as error:
+        # Two calls are not valid JSON together: name the actual mistake instead of a JSON error.
         if _NEXT_LLAMA_CALL.search(body):
             return Malformed(_SEVERAL)
         return Malformed(f'the call is not {{"name": …, "parameters": {{…}}}}: {error}')
 
 
+# UnicodeError: half a surrogate pair. RecursionError: brackets nested too deep.
 _NOT_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 
 
 def _json_call(name: str, written: msgspec.Raw, key: str) -> ParsedTurn:
+    # Decoded in a second step: `written` keeps the bytes of the arguments as the agent wrote them.
     arguments = msgspec.json.decode(written)
     if not isinstance(arguments, dict):
         return Malformed(f"{key} must be a JSON object")
@@ -145,13 +153,14 @@ def _json_call(name: str, written: msgspec.Raw, key: str) -> ParsedTurn:
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The marks of an XML format: how a call opens, what follows its name, and how an argument is written."""
+    """The syntax of an XML format."""
 
     opens: str
     closes: str
     call: re.Pattern[str]
     argument: re.Pattern[str]
     unescaped: bool
+    "whether entities such as &lt; in arguments are decoded"
 
 
 _XML = _Tags(
@@ -174,9 +183,11 @@ def _read_tagged(text: str, parameters: Parameters, tags: _Tags) -> ParsedTurn:
     calls = tags.call.findall(text)
     if len(calls) > 1:
         return Malformed(_SEVERAL)
+    # Unlike hermes: code in an XML argument may contain "<answer>", so only text outside of the call counts.
     if calls:
         (name, body), outside = calls[0], tags.call.sub("", text)
         return Malformed(_BOTH) if "<answer>" in outside else _tagged_call(name, body, parameters, tags)
+    # No whole call, but the beginning of one: an error, or a cut-off call would pass as an idle turn.
     if tags.opens in text:
         missing = tags.closes not in text
         return Malformed(f"{tags.opens.strip()} without {tags.closes}" if missing else "the call has no name")
@@ -184,6 +195,7 @@ def _read_tagged(text: str, parameters: Parameters, tags: _Tags) -> ParsedTurn:
 
 
 def _tagged_call(name: str, body: str, parameters: Parameters, tags: _Tags) -> ParsedTurn:
+    # Leftover text is mostly an argument with a broken tag. Calling without it would hide the mistake.
     rest = tags.argument.sub("", body).strip()
     if rest:
         return Malformed(f"beside its arguments the call holds {rest[:80]!r}")
@@ -195,12 +207,14 @@ def _tagged_call(name: str, body: str, parameters: Parameters, tags: _Tags) -> P
         arguments[key] = _value(unescape(value) if tags.unescaped else value, properties.get(key, {}))
     try:
         return ToolCall(name.strip(), arguments, msgspec.json.encode(arguments).decode())
+    # ToolCalled.arguments is JSON: what cannot be written as JSON cannot be recorded or sent to the sandbox.
     except (UnicodeError, RecursionError, OverflowError, msgspec.EncodeError) as error:
         return Malformed(f"the arguments cannot be written as JSON: {error}")
 
 
 def _value(text: str, schema: Mapping[str, Any]) -> Any:
-    """The argument as its schema wants it; as text where the schema says so, says nothing, or does not fit."""
+    """The argument with the type of its schema; as text if the schema says string or nothing, or it is not JSON."""
+    # Qwen puts the value on a line of its own: one newline on each side belongs to the format, more to the value.
     text = text.removeprefix("\n").removesuffix("\n")
     kind = schema.get("type", "string")
     if kind == "string" or (isinstance(kind, list) and "string" in kind):

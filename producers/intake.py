@@ -1,8 +1,8 @@
 """Which requests a rollout worker reads and when it commits them: the reading side of producers.rollouts.
 
-PendingRequests knows which requests of each partition wait, run or have ended, and up to which offset all have. Intake is the
-thread that owns the readers: it polls requests and their worlds into a queue, flushes and commits those that have ended, and
-reads cancellations.
+PendingRequests knows which requests of each partition wait, run or have ended, and so the lowest offset that has not
+ended. Intake is the thread that owns the readers: it polls requests and their worlds into a queue, flushes and commits
+those that have ended, and reads cancellations.
 """
 
 import asyncio
@@ -11,24 +11,25 @@ import time
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-from producers.cancellation import Cancellations
-from producers.config import RolloutsSettings
-from producers.worlds import PlayableRequest, Worlds
-from schemas.errors import Rebalanced
-from schemas.events import Address, ControlIssued, Position, RolloutRequested
-from schemas.metrics import ProgramMetrics
-from schemas.programs import ACCESS_BY_PROGRAM
-from schemas.run import Run
-from streams.log.outbox import Outbox
-from streams.log.protocol import Delivery, Log, Reader
-from streams.rules.dead_letter import RejectLimit
+from replayground.producers.cancellation import Cancellations
+from replayground.producers.config import RolloutsSettings
+from replayground.producers.worlds import PlayableRequest, Worlds
+from replayground.schemas.errors import Rebalanced
+from replayground.schemas.events import Address, ControlIssued, Position, RolloutRequested
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.programs import ACCESS_BY_PROGRAM
+from replayground.schemas.run import Run
+from replayground.streams.log.outbox import Outbox
+from replayground.streams.log.protocol import Delivery, Log, Reader
+from replayground.streams.rules.dead_letter import RejectLimit
 
 type Place = tuple[str, int]
 "Topic and partition."
 
 STAGE = "rollouts"
 _CONTROL_MESSAGES_BEFORE = 20_000
-"How far back a worker that starts looks for cancellations. One that is older has been closed by the scheduler long ago."
+"How many messages of topic control a starting worker reads back. What older ones cancelled, the scheduler has closed."
+# How long a full worker goes without a poll. A rebalance that begins meanwhile waits as long.
 _FULL_SECONDS = 1.0
 
 
@@ -39,47 +40,52 @@ class _Stage(Enum):
 
 
 class PendingRequests:
-    """Requests of each partition that are not committed yet. Safe between threads.
+    """The requests of each partition that are not committed yet. Thread-safe.
 
-    A partition may be taken away and given back at any time. What waits in it is then forgotten, since its new owner plays
-    it; what runs goes on, since its end counts wherever it was played; and nothing is committed for the new owner.
+    A rebalance may take a partition away and give it back at any time. Requests of it that wait are then forgotten,
+    because the new owner plays them. Those that run continue, because their end counts wherever it was played. Nothing
+    is committed for a partition that another worker owns.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stages: dict[Place, dict[int, _Stage]] = {}
         self._next: dict[Place, int] = {}
-        "the offset after the newest delivery; only of partitions that are ours"
+        "the offset after the newest delivery; only of partitions that this worker owns"
         self._committed: dict[Place, int] = {}
 
     def begin(self, address: Address) -> bool:
-        """Takes note of a delivery; False when it is held already, which a rebalance makes happen."""
+        """Takes note of a delivery. False when it is held already: after a rebalance messages are delivered again."""
         with self._lock:
             stages = self._reach(address)
+            # Held since before the rebalance, because it still runs here: it must not be played twice at once.
             if address.offset in stages:
                 return False
             stages[address.offset] = _Stage.WAITS
             return True
 
     def pass_by(self, address: Address) -> None:
-        """Notes a delivery that this worker ignores. Ignored deliveries take no room, however many there are."""
+        """Takes note of a delivery that this worker ignores. It takes no memory, but can be committed past."""
         with self._lock:
             self._reach(address)
 
     def _reach(self, address: Address) -> dict[int, _Stage]:
-        """What is held of the partition, which is ours up to this delivery."""
+        """What is held of the partition. Marks the partition as owned by this worker, up to this delivery."""
         place = (address.topic, address.partition)
         stages = self._stages.setdefault(place, {})
-        if place not in self._next:  # the partition is ours from here on: everything before this offset is committed
+        # The first delivery since the partition was assigned: reading began at the committed offset, so everything
+        # below has ended elsewhere. Kept, it would make _lowest commit an offset behind that of the other worker.
+        if place not in self._next:
             for offset in [offset for offset in stages if offset < address.offset]:
                 del stages[offset]
         self._next[place] = max(self._next.get(place, 0), address.offset + 1)
         return stages
 
     def start(self, address: Address) -> bool:
-        """A slot takes it up; False when it is not to be played any more, or by another slot already."""
+        """A slot takes the request. False when it must not be played: its partition is lost, or another slot has it."""
         with self._lock:
             stages = self._stages.get((address.topic, address.partition), {})
+            # The queue may hold a request twice, if its partition was lost and came back meanwhile.
             if stages.get(address.offset) is not _Stage.WAITS:
                 return False
             stages[address.offset] = _Stage.RUNS
@@ -88,16 +94,18 @@ class PendingRequests:
     def end(self, address: Address) -> None:
         with self._lock:
             stages = self._stages.get((address.topic, address.partition), {})
+            # It is gone if the partition came back with a higher committed offset.
             if address.offset in stages:
                 stages[address.offset] = _Stage.ENDED
 
     def keep_only(self, places: Iterable[Place]) -> None:
-        """All other partitions belong to another worker now."""
+        """These are the partitions that this worker owns now; all others belong to another worker."""
         with self._lock:
             for place in self._next.keys() - set(places):
                 del self._next[place]
                 self._committed.pop(place, None)
                 stages = self._stages[place]
+                # What runs stays held: if the partition comes back before it has ended, it is not played again.
                 for offset in [offset for offset, stage in stages.items() if stage is _Stage.WAITS]:
                     del stages[offset]
 
@@ -111,12 +119,12 @@ class PendingRequests:
 
     @property
     def uncommitted(self) -> int:
-        """Requests of our partitions, with those that have ended and wait, uncommitted, behind one that has not."""
+        """Requests of our partitions that are not committed, also those that have ended behind one that has not."""
         with self._lock:
             return sum(len(self._stages[place]) for place in self._next)
 
     def to_commit(self) -> list[Position]:
-        """The lowest unfinished offset of each partition of ours, where it moved since `committed`."""
+        """The lowest unfinished offset of each partition of ours, where it moved since the last note_committed."""
         with self._lock:
             lowest = {place: self._lowest(place) for place in self._next}
             return [
@@ -135,6 +143,7 @@ class PendingRequests:
                     del stages[offset]
 
     def _lowest(self, place: Place) -> int:
+        # A commit covers everything below it, so it must stop at the first request that has not ended.
         unfinished = (offset for offset, stage in self._stages[place].items() if stage is not _Stage.ENDED)
         return min(unfinished, default=self._next[place])
 
@@ -144,7 +153,7 @@ class PendingRequests:
 
 
 class Intake:
-    """The thread that owns the readers. Made on the event loop, which its queue belongs to."""
+    """Reads, flushes and commits in a thread of its own. Create it on the event loop that its queue belongs to."""
 
     def __init__(
         self,
@@ -157,12 +166,13 @@ class Intake:
         queue: "asyncio.Queue[PlayableRequest]",
         call_off: Callable[[], None],
     ) -> None:
-        """`call_off` is called on the event loop when `cancellations` has grown."""
+        """`call_off` is called on the event loop after `cancellations` has grown."""
         self.cancellations = Cancellations()
         self._log = log
         self._outbox = outbox
         self._run = run
         group = ACCESS_BY_PROGRAM["rollouts"].group_of(run.run_id)
+        # A consumer group: workers share the partitions, and a dead worker's go to the others.
         self._reader = log.reader(["rollouts"], group=group, start=run.start, run_id=run.run_id)
         self._worlds = Worlds(log)
         self._control: Reader | None = None
@@ -178,23 +188,27 @@ class Intake:
         self._closing = threading.Event()
 
     def stop_taking(self) -> None:
+        """Takes no more requests; polls and commits continue. Callable from any thread."""
         self._taking = False
 
     def close(self) -> None:
-        """Lets the thread end after a last commit."""
+        """Asks the thread to end after a last commit. Does not wait. Callable from any thread."""
         self._closing.set()
 
     def work(self) -> None:
-        """Runs in its own thread until `close`. Raises LogUnavailable, TooManyRejects."""
+        """Body of the thread; returns after `close`. Raises LogUnavailable, TooManyRejects."""
         due = time.monotonic() + self._settings.commit_seconds
         try:
+            # Without a group: every worker must see every cancellation.
             self._control = self._log.reader(["control"], start=self._control_start(), run_id=self._run.run_id)
             while not self._closing.is_set():
+                # Cancellations first: a request that is taken after its cancellation was read is closed, not played.
                 self._listen(self._control)
                 self._take()
                 if time.monotonic() >= due:
                     self._commit()
                     due = time.monotonic() + self._settings.commit_seconds
+            # What ended during the drain: without this commit another worker would play it again.
             self._commit()
         finally:
             self._reader.close()
@@ -213,48 +227,55 @@ class Intake:
         ]
 
     def _listen(self, control: Reader) -> None:
+        # Topic control also carries every heartbeat, so most of it is passed over.
         heard = [delivery.event for delivery in control.poll(1000, 0.0)]
         ours = [event for event in heard if isinstance(event, ControlIssued) and event.meta.run_id == self._run.run_id]
         if [event for event in ours if self.cancellations.note(event)]:
             self._loop.call_soon_threadsafe(self._call_off)
 
     def _take(self) -> None:
-        """At most twice as many requests are held as there are slots: enough to keep them busy, few to give back."""
+        """Polls once, at most for as many requests as there is room for."""
         room = self._room()
         if room:
             self._full_since = None
+        # A poll with room 0 throws away what the client has fetched in advance, and mostly there is room in a moment.
         elif self._has_just_become_full():
             self._closing.wait(self._settings.poll_seconds)
             return
+        # Also with room 0: a rebalance waits until every member has polled.
         deliveries = self._reader.poll(room, self._settings.poll_seconds)
+        # The poll may have lost or gained partitions: positions() names those owned now.
         self._windows.keep_only((position.topic, position.partition) for position in self._reader.positions())
         fresh = [delivery for delivery in deliveries if self._is_work(delivery)]
         self._program_metrics.count("events_read", len(deliveries))
+        # Worlds are read here, because reading the log blocks and slots run on the event loop.
         if fresh:
             self._loop.call_soon_threadsafe(self._put, self._worlds.fill(fresh))
 
     def _is_work(self, delivery: Delivery) -> bool:
-        """False for a request that is held already, and for those of other runs on the same log: a worker has to get past
-        all that was ever asked for, without a slot for each."""
+        """Whether a slot is to deal with it. False for a request that is held already, and for one of another run."""
         request = delivery.event
         run_id = delivery.other_run if request is None else request.meta.run_id
-        self._limit.count(delivery.other_run is None and not isinstance(request, RolloutRequested))
+        # Messages of other runs are not counted: they would hide that this run's own requests are rejected.
+        if run_id in (None, self._run.run_id):
+            self._limit.count(not isinstance(request, RolloutRequested))
+        # No run: it cannot be decoded. A slot rejects it, so that it is committed in order like a request.
         if run_id in (None, self._run.run_id):
             return self._windows.begin(delivery.address)
         self._windows.pass_by(delivery.address)
         return False
 
     def _has_just_become_full(self) -> bool:
-        """Then there will be room again in a moment, and what was fetched in advance is worth more than a poll, which would
-        throw it away; a rebalance can wait that long."""
+        """Whether the worker became full less than _FULL_SECONDS ago."""
         now = time.monotonic()
         self._full_since = self._full_since or now
         return now - self._full_since < _FULL_SECONDS
 
     def _room(self) -> int:
-        """0 = take nothing: a poll keeps our place in the group all the same, so that no rebalance waits for us."""
+        """How many requests may be taken now; 0 = none."""
         if not self._taking or self._windows.uncommitted >= self._settings.uncommitted_max:
             return 0
+        # Twice the slots: enough to keep every slot busy between polls, few to hand over in a rebalance.
         return max(0, 2 * self._settings.slots - self._windows.waiting - self._windows.running)
 
     def _put(self, taken: list[PlayableRequest]) -> None:
@@ -265,10 +286,12 @@ class Intake:
         positions = self._windows.to_commit()
         if not positions:
             return
-        # before the commit: an offset must not be committed before the messages of its rollout are acknowledged
+        # After to_commit and before the commit: an offset must not be committed before the messages of its rollout are
+        # acknowledged, or a crash in between would lose them.
         self._outbox.flush()
         try:
             self._reader.commit(positions)
         except Rebalanced:
-            return  # the next poll says which partitions are still ours; they are committed then
+            # The next poll says which partitions are still ours. Their positions are found again and committed then.
+            return
         self._windows.note_committed(positions)

@@ -1,10 +1,11 @@
-"""The shell around a pure planner: restores its state, reads on from there, lets it catch up before its first decision, and
-writes what it decides; so a restart repeats nothing.
+"""Runs a pure planner over the log: restores its state, catches up, and writes what it decides.
 
     newest snapshot ─► restore ─► read from its positions ─► caught up ─► decide ─► append, flush ─► (snapshot, flush)
 
-A snapshot is written only after the flush of everything that the state takes for written, and its positions are those whose
-events the state contains. Decisions that a state contains and its positions do not are read again, and change nothing.
+A restart repeats nothing. The planner decides only when it has caught up, so it knows its own earlier decisions. A
+snapshot is written only after everything that the state counts as written is flushed, and its positions are right
+behind the last events that were applied. Decisions that are in the state but behind its positions are read again and
+change nothing (decision 0018).
 """
 
 import hashlib
@@ -16,45 +17,46 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from schemas.errors import LogUnavailable
-from schemas.events import Address, Event, Position, SnapshotTaken
-from schemas.ids import now_microseconds
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
-from streams.log.protocol import Log, Reader
-from streams.log.snapshots import newest_snapshot, snapshot
+from replayground.schemas.errors import LogUnavailable
+from replayground.schemas.events import Address, Event, Position, SnapshotTaken
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
+from replayground.streams.log.protocol import Log, Reader
+from replayground.streams.log.snapshots import newest_snapshot, snapshot
 
 logger = structlog.get_logger()
 
 SNAPSHOT_EVENTS = 5000
-"events read between two snapshots: what a restart has to read again, a fraction of a second"
+"events read between two snapshots; a restart reads at most about as many again, in a fraction of a second"
 _EVENTS_MAX = 5000
+# caught_up() asks the broker for the end of every partition, so the lag is not reported with every poll.
 _LOOK_SECONDS = 5.0
 
 
 class Planner(Protocol):
-    """Knows what happened and what follows. Pure: time is an argument."""
+    """A fold over events (`apply`) that decides what to write next (`decide`). Pure: time is an argument."""
 
     @property
     def code_version(self) -> str:
-        """Of the fold: a snapshot of another version is passed over."""
+        """Version of the fold. Snapshots of another version are not used."""
 
     def apply(self, event: Event, address: Address | None = None) -> None:
-        """Takes note of a fact of the run. The same fact twice changes nothing."""
+        """Folds an event of the run. The same event twice changes nothing."""
 
     def decide(self, now: int) -> list[Event]:
-        """What to write next; it counts as done at once. `now` is in microseconds. First called when everything that was on
-        the log has been applied."""
+        """What to write next. The planner counts it as written at once. `now` is in microseconds. Not called before
+        everything that was on the log at the start has been applied."""
 
     def encode(self) -> bytes:
-        """The state after a decision: the same bytes whatever order the facts were applied in."""
+        """The state after a decision. The same bytes for the same events, in whatever order they were applied."""
 
     def restore(self, encoded: bytes) -> None:
-        """Goes on from an encoded state."""
+        """Continues from an encoded state. Raises msgspec.MsgspecError when it cannot be decoded."""
 
 
 def fold_version(fold: str, *figures: object) -> str:
-    """The code_version of a fold and of the settings that it depends on: with other settings it is another fold."""
+    """The code_version of a fold and of the settings that its state depends on: other settings give another fold."""
     return f"{fold}/{hashlib.sha256(msgspec.json.encode(figures)).hexdigest()[:16]}"
 
 
@@ -68,8 +70,8 @@ def follow(
     stop: threading.Event,
     tell: Callable[[], None],
 ) -> None:
-    """Runs the planner until told to stop; `tell` is called after each decision. Raises LogUnavailable, and LogBroken when the
-    snapshot is ahead of the log."""
+    """Runs the planner until `stop` is set; `tell` is called after each decision. Blocks. Raises LogUnavailable, and
+    LogBroken when the snapshot is ahead of the log."""
     program_metrics.detail = "reads the log"
     following = PlannerLoop(planner, run, log, topics)
     look_at = 0.0
@@ -82,6 +84,7 @@ def follow(
             if following.is_caught_up():
                 program_metrics.count("events_written", following.decide(now_microseconds()))
                 tell()
+        # A clean stop leaves a snapshot, so that the next start reads next to nothing.
         following.take_snapshot(now_microseconds())
     finally:
         following.close()
@@ -98,6 +101,7 @@ class PlannerLoop:
         self._log = log
         self._snapshot_events = snapshot_events
         taken = _restore(planner, newest_snapshot(log, run, planner.code_version))
+        # Without a group: the state, and not a committed offset, says where reading begins.
         start = list(run.start) if taken is None else taken.positions
         self._start = [position for position in start if position.topic in topics]
         self.reader = log.reader(topics, start=self._start, run_id=run.run_id)
@@ -105,32 +109,38 @@ class PlannerLoop:
         self._events_unsaved = 0
 
     def read(self, poll_seconds: float) -> int:
-        """Applies what has come; returns how many messages that were."""
+        """Polls once and applies the events; returns how many messages were polled. Blocks up to `poll_seconds`."""
         deliveries = self.reader.poll(_EVENTS_MAX, poll_seconds)
         for delivery in deliveries:
-            event = delivery.event  # None: another run's, or what cannot be read, which the stage that owns it rejects
+            # None: of another run, or undecodable. The stage that is declared for the topic rejects the latter.
+            event = delivery.event
             if event is not None and event.meta.run_id == self._run.run_id:
                 self._planner.apply(event, delivery.address)
+        # Also messages of other runs: a restart would have to read past them again.
         self._events_unsaved += len(deliveries)
         return len(deliveries)
 
     def is_caught_up(self) -> bool:
+        # Once is enough: new events keep arriving, and a planner need not be at the very end to decide again.
         self._caught_up = self._caught_up or self.reader.caught_up()
         return self._caught_up
 
     def decide(self, now: int) -> int:
-        """Decides and writes, and takes a snapshot when one is due; returns how many events were written."""
+        """Decides, writes and flushes, and takes a snapshot when one is due; returns how many events were written."""
         events = self._planner.decide(now)
         for event in events:
             self._log.append(event)
         if events:
             self._log.flush()
+        # After the flush: a state that counts a lost decision as written would never write it again.
         if self._events_unsaved >= self._snapshot_events:
             self.take_snapshot(now)
         return len(events)
 
     def take_snapshot(self, now: int) -> None:
-        """Nothing may have been decided or read since the last decision was flushed. Before the first one there is none."""
+        """Writes a snapshot and waits for its acknowledgement. Call it when nothing was read or decided since the last
+        flush. Does nothing before the first decision, or when nothing was read since the last snapshot."""
+        # Before it has caught up, a planner may hold facts whose task it has not read yet: no state to continue from.
         if self._caught_up and self._events_unsaved:
             state = self._planner.encode()
             positions = _merge_positions(self._start, self.reader.positions())
@@ -143,7 +153,8 @@ class PlannerLoop:
 
 
 def _restore(planner: Planner, taken: SnapshotTaken | None) -> SnapshotTaken | None:
-    """The snapshot that the planner goes on from. One that cannot be read costs time, and nothing else."""
+    """The snapshot that the planner continues from; None if there is none, or it cannot be decoded. Then the run is
+    folded from its start, which costs time and nothing else."""
     if taken is not None:
         try:
             planner.restore(taken.state)
@@ -154,13 +165,16 @@ def _restore(planner: Planner, taken: SnapshotTaken | None) -> SnapshotTaken | N
 
 
 def _merge_positions(start: Iterable[Position], reached: Iterable[Position]) -> list[Position]:
-    """Where every partition is to be read on: the reader tells of those that it has read from."""
+    """The next offset of every partition."""
+    # The reader only knows partitions that it has read from. The others must keep their start, or a restart would read
+    # them from the beginning of the log.
     by_place = {(position.topic, position.partition): position for position in (*start, *reached)}
     return list(by_place.values())
 
 
 def _report_lag(reader: Reader, program_metrics: ProgramMetrics) -> None:
     """Reports lag 1 while not caught up, so that a client that silently lost its broker shows as a stall."""
+    # The harness decides what a stall is. An unreachable broker is no reason for this loop to end.
     try:
         program_metrics.gauge("lag", 0 if reader.caught_up() else 1)
     except LogUnavailable as error:

@@ -1,11 +1,11 @@
-"""Who speaks next: the policy behind vLLM servers, a model behind any OpenAI-compatible ones, or a scripted teacher.
+"""Policies: the model being trained behind vLLM servers, models behind OpenAI-compatible servers, scripted teachers.
 The only file that knows vLLM's generate API.
 
 Turns are sampled token in, token out (`POST /inference/v1/generate`, vLLM 0.32; the server needs `--enable-scale-out`).
-The answer carries the sampled ids, their log-probabilities and, for every stretch of ids, the weight version that sampled
-it. A version that is no whole number ("default") belongs to a server that the reloader has not verified: such a turn is
-never used. Servers that cannot say all this may teach (ChatTeacher): their turns carry no versions, and are never trained
-on by reinforcement.
+The response carries the sampled ids, their log-probabilities and, for every span of ids, the weight version that
+sampled it (decision 0002). A version that is not a whole number ("default") means that the reloader has not verified
+the server: such a turn is never used. A server without this endpoint can only teach (ChatTeacher): its turns have no
+versions and never go into GRPO.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from typing import Protocol, Self
 import aiohttp
 import msgspec
 
-from producers.agent import Model
-from producers.chat import Chat, Message
-from schemas.errors import BadInput
-from schemas.events import Sampling, Task, VersionSpan
+from replayground.producers.agent import Model
+from replayground.producers.chat import Chat, Message
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Sampling, Task, VersionSpan
 
 _NO_LOGPROB = -9999.0
-"What vLLM sends where a log-probability is missing or not a number."
+"What vLLM sends for a log-probability that is missing, -inf or NaN."
 _REST_SECONDS = 1.0
-"A server that failed is asked last for so long, twice as long each time it fails again."
+"How long a server that failed is tried last; doubles with each further failure."
 _REST_SECONDS_MAX = 30.0
 
 
 class PolicyFailed(Exception):
-    """No server could sample the turn: an infrastructure error, nobody's fault."""
+    """No server could sample the turn. The rollout ends by infra_error and is retried; the agent is not at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,21 @@ class TurnRequest:
     task: Task
     seed: int
     tokens: list[int]
-    "everything read and said so far; the next turn extends it"
+    "the context so far; the turn is appended to it"
     turns: list[tuple[str, str]]
-    "(said, observed) so far, as text"
+    "(turn, observation) so far, as text"
     sampling: Sampling
     tokens_max: int
-    "most tokens the turn may have"
+    "limit on the length of the turn"
     required_version: int | None
+    "the weight version that must sample it; None = any"
     messages: Sequence[Message] = ()
-    "the same as `tokens`, as text: for models that take no ids"
+    "the same context as text, for models that do not take token ids"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn: its ids, and who sampled them. A teacher's has neither log-probabilities nor versions."""
+    """One turn with its token ids. A teacher's turn has neither log-probabilities nor versions."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -66,11 +67,11 @@ class Turn:
 
 class Policy(Protocol):
     async def next_turn(self, turn_request: TurnRequest) -> Turn:
-        """The next turn. Raises PolicyFailed."""
+        """Produces the next turn. Raises PolicyFailed."""
 
 
 class Demonstrator:
-    """A scripted teacher: its text comes from the job and is encoded, not sampled."""
+    """A scripted teacher: the job's `demonstrate` function writes the text, which is encoded and not sampled."""
 
     def __init__(self, demonstrate: Callable[[Task, list[tuple[str, str]], int], str], chat: Chat) -> None:
         self._demonstrate = demonstrate
@@ -83,7 +84,7 @@ class Demonstrator:
 
 @asynccontextmanager
 async def served_models(models: Mapping[str, Model], chat: Chat) -> AsyncIterator[dict[str, Policy]]:
-    """Who speaks for models other than the policy, by name. Raises BadInput when a key is missing."""
+    """Policies for the models of [models], by name. Raises BadInput when an API key is missing."""
     async with AsyncExitStack() as stack:
         teachers: dict[str, Policy] = {}
         for name, model in models.items():
@@ -92,6 +93,7 @@ async def served_models(models: Mapping[str, Model], chat: Chat) -> AsyncIterato
 
 
 def _teacher(model: Model, chat: Chat) -> "ChatTeacher":
+    # Read from the environment: settings and events go onto the log, and a key must not.
     key = os.environ.get(model.key_variable) if model.key_variable else None
     if model.key_variable and not key:
         raise BadInput(f"model {model.name} needs a key: set the environment variable {model.key_variable}")
@@ -106,7 +108,7 @@ def _teacher(model: Model, chat: Chat) -> "ChatTeacher":
 
 
 class _ServerFailed(Exception):
-    """One server could not sample this turn; another one, or the same one later, may succeed."""
+    """One server could not sample this turn. Another server, or the same one later, may succeed."""
 
 
 @dataclass(slots=True)
@@ -114,16 +116,17 @@ class _Server:
     url: str
     running: int = 0
     failures: int = 0
-    "refusals since it last answered"
+    "failures since its last success"
     resting_until: float = 0.0
     version: int | None = None
-    "newest version it was seen to sample with"
+    "the weight version that sampled its last turn"
 
 
 class _Servers:
-    """Servers of one model: the least loaded one is asked; one that fails is asked last for a while, longer each time.
+    """The servers of one model. A turn goes to the least loaded server. A server that fails is tried last for a while,
+    longer each time.
 
-    A turn is asked of another server only after the first one's answer was refused whole: nothing of it was counted."""
+    A turn goes to another server only after the response of the first was discarded whole, so no token counts twice."""
 
     def __init__(
         self,
@@ -141,7 +144,9 @@ class _Servers:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
+            # No limit: slots bound the number of requests, and aiohttp's default of 100 would queue them here.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            # A dead host is noticed in 5 s; a turn itself may take long, and a paused server holds requests back.
             timeout=aiohttp.ClientTimeout(total=self._timeout_seconds, sock_connect=5.0),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -156,13 +161,15 @@ class _Servers:
     async def _request_turn(
         self, path: str, body: bytes, headers: Mapping[str, str], read: Callable[[bytes], Turn], version: int | None
     ) -> Turn:
-        """Asks the best server, then the others, then all of them again until patience ends. Raises PolicyFailed.
+        """Tries the best server, then the others, then all of them again until `patience_seconds` are over. Raises
+        PolicyFailed.
 
-        `read` turns a response into a turn, or raises _ServerFailed; servers that sampled `version` last are preferred."""
+        `read` makes a turn of a response or raises _ServerFailed. Servers that sampled `version` last are preferred."""
         give_up = time.monotonic() + self._patience_seconds
         wait_seconds = 0.1
         while True:
             refusals: list[str] = []
+            # Ranked anew each round: load, back-off and versions have changed meanwhile.
             for server in self._rank(version):
                 try:
                     turn = read(await self._post(server, path, body, headers))
@@ -173,16 +180,18 @@ class _Servers:
                     server.failures, server.resting_until = 0, 0.0
                     server.version = turn.versions[-1].version if turn.versions else None
                     return turn
+            # A server may be loading weights, or the reloader may not have verified it yet: both pass.
             if time.monotonic() + wait_seconds > give_up:
-                raise PolicyFailed("; ".join(refusals) or "it has no server")
+                raise PolicyFailed("; ".join(refusals) or "the model has no servers")
             await asyncio.sleep(wait_seconds)
             wait_seconds = min(2 * wait_seconds, 2.0)
 
     def _rank(self, required_version: int | None) -> list[_Server]:
-        """Servers from best to worst: not resting, serving what is required, least loaded."""
+        """All servers, best first: not backing off, serving the required version, least loaded."""
         now = time.monotonic()
 
         def rank(server: _Server) -> tuple[bool, bool, int]:
+            # A server that has not sampled yet may serve the required version: worth a try.
             serves_another = required_version is not None and server.version not in (None, required_version)
             return server.resting_until > now, serves_another, server.running
 
@@ -190,9 +199,11 @@ class _Servers:
 
     async def _post(self, server: _Server, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
         assert self._session is not None, "use `async with`"
+        # Counted before the await: turns that start together must see each other's load.
         server.running += 1
         try:
             async with self._session.post(server.url + path, data=body, headers=headers) as response:
+                # Read whole before anything is used: a response that breaks off raises ClientError.
                 answer = await response.read()
                 if response.status in _HOPELESS:
                     raise PolicyFailed(f"{server.url}: {_complaint(response.status, answer)}")
@@ -205,13 +216,14 @@ class _Servers:
             server.running -= 1
 
     def _back_off(self, server: _Server) -> None:
+        # max: a rest_seconds above the cap is kept. The exponent is capped too, so that the power stays small.
         seconds = min(self._rest_seconds * 2**server.failures, max(self._rest_seconds, _REST_SECONDS_MAX))
         server.failures = min(server.failures + 1, 16)
         server.resting_until = time.monotonic() + seconds
 
 
 class ServedPolicy(_Servers):
-    """The policy behind one or more vLLM servers. Use `async with`."""
+    """The model being trained, behind one or more vLLM servers. Use `async with`."""
 
     def __init__(
         self,
@@ -222,8 +234,8 @@ class ServedPolicy(_Servers):
         patience_seconds: float,
         rest_seconds: float = _REST_SECONDS,
     ) -> None:
-        """`timeout_seconds` is for one request; a turn that every server refuses is tried again for `patience_seconds`; a
-        server that fails is asked last for `rest_seconds`, twice as long each time it fails again."""
+        """`timeout_seconds` is for one request. A turn is retried for `patience_seconds` while every server fails. A
+        server that fails is tried last for `rest_seconds`, which doubles with each further failure."""
         super().__init__(
             servers, timeout_seconds=timeout_seconds, patience_seconds=patience_seconds, rest_seconds=rest_seconds
         )
@@ -231,7 +243,7 @@ class ServedPolicy(_Servers):
 
     async def next_turn(self, turn_request: TurnRequest) -> Turn:
         if not self._servers:
-            raise PolicyFailed("this worker knows no policy server: set [rollouts] servers")
+            raise PolicyFailed("this worker has no policy server: set [rollouts] servers")
         body = _body(turn_request, self._end_token)
         return await self._request_turn("/inference/v1/generate", body, _HEADERS, _turn, turn_request.required_version)
 
@@ -239,8 +251,8 @@ class ServedPolicy(_Servers):
 class ChatTeacher(_Servers):
     """A model behind any server with OpenAI's /v1/chat/completions: text in, text out. Use `async with`.
 
-    Its turns have ids, so that they can be learned from, but neither log-probabilities nor versions: what it said is never
-    mistaken for the policy's."""
+    Its turns are encoded to ids, so that SFT can use them. They have neither log-probabilities nor versions, so that
+    nobody takes them for turns of the policy."""
 
     def __init__(
         self,
@@ -277,23 +289,26 @@ class ChatTeacher(_Servers):
         try:
             choice = _CHAT_DECODER.decode(answer).choices[0]
         except (msgspec.DecodeError, IndexError) as error:
-            raise _ServerFailed(f"an answer that is none: {error}") from error
+            raise _ServerFailed(f"malformed response: {error}") from error
+        # content is null for a structured tool call or a refusal: neither is a turn in our formats.
         if not choice.message.content:
             raise _ServerFailed(f"an empty turn, ended by {choice.finish_reason}")
         tokens = self._chat.turn(choice.message.content)
         if choice.finish_reason == "length":
-            tokens = tokens[:-1]  # it was cut off: its end was not said
+            # It was cut off: the end token that `turn` appends was not part of it.
+            tokens = tokens[:-1]
+        # Its tokenizer is not ours: within max_tokens there, the text may have more tokens here.
         finish_reason = "length" if len(tokens) > tokens_max else choice.finish_reason or "stop"
         return Turn(tokens[:tokens_max], [], [], finish_reason)
 
 
 _HEADERS = {"Content-Type": "application/json"}
 _HOPELESS = (400, 422)
-"The request itself is refused (a prompt too long): no other server and no other try will do better."
+"The request itself is wrong (a prompt too long, say): no other server and no retry will accept it."
 
 
 class _SamplingParams(msgspec.Struct):
-    """vLLM's names. log-probabilities of the sampled token only; no text, since ids are decoded here."""
+    """Names of vLLM. logprobs=0: of the sampled token only. No detokenization: ids are decoded here."""
 
     temperature: float
     top_p: float
@@ -335,7 +350,7 @@ class _Response(msgspec.Struct):
 
 
 class _ChatRequest(msgspec.Struct):
-    """OpenAI's names."""
+    """Names of OpenAI."""
 
     model: str
     messages: list[dict[str, str]]
@@ -364,37 +379,42 @@ _DECODER = msgspec.json.Decoder(_Response)
 
 def _body(turn_request: TurnRequest, end_token: int) -> bytes:
     sampling = turn_request.sampling
+    # No seed: that of a rollout is for its perturbations and its teacher. Sampling is not meant to be repeatable.
     params = _SamplingParams(sampling.temperature, sampling.top_p, turn_request.tokens_max, [end_token])
     return _ENCODER.encode(_Request(turn_request.tokens, params))
 
 
 def _chat_message(message: Message) -> dict[str, str]:
-    """As any such server takes it: the role of a tool needs the record of a call, which our calls, being text, have not."""
+    """A message in the form that every such server accepts."""
+    # Role "tool" needs the id of a structured call. Calls are plain text here, so an observation is sent as a user.
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>{message.content}</tool_response>"}
     return {"role": message.role, "content": message.content}
 
 
 def _turn(answer: bytes) -> Turn:
-    """The turn in a server's answer. Raises _ServerFailed when it cannot be trained on."""
+    """The turn in a response of vLLM. Raises _ServerFailed when it cannot be trained on."""
     try:
         choice = _DECODER.decode(answer).choices[0]
     except (msgspec.DecodeError, IndexError) as error:
-        raise _ServerFailed(f"an answer that is none: {error}") from error
+        raise _ServerFailed(f"malformed response: {error}") from error
+    # "abort": the server gave the request up in the middle, and the turn is not whole.
     if choice.finish_reason not in ("stop", "length"):
         raise _ServerFailed(f"generation ended by {choice.finish_reason}")
     if [entry.token_id for entry in choice.logprobs.content] != choice.token_ids or not choice.token_ids:
         raise _ServerFailed("ids and log-probabilities do not belong together")
     logprobs = [entry.logprob for entry in choice.logprobs.content]
+    # As a number it would pass for a very unlikely token and distort the importance weights.
     if min(logprobs) <= _NO_LOGPROB:
         raise _ServerFailed("a log-probability is missing")
     return Turn(choice.token_ids, logprobs, _spans(choice), choice.finish_reason)
 
 
 def _spans(choice: _Choice) -> list[VersionSpan]:
-    """Whole-numbered versions for every token, without a gap. Raises _ServerFailed."""
+    """The versions as numbers, checked to cover every token without a gap. Raises _ServerFailed."""
     spans: list[VersionSpan] = []
     for span in choice.weight_versions:
+        # A wrong label is silent and spoils the importance weights, so an unverified server is never believed.
         if not span.version.isdecimal():
             raise _ServerFailed(f"its weights ({span.version!r}) are not verified")
         if span.start != (spans[-1].end if spans else 0):
@@ -406,6 +426,7 @@ def _spans(choice: _Choice) -> list[VersionSpan]:
 
 
 def _complaint(status: int, answer: bytes) -> str:
+    # vLLM answers 403 on this path when the endpoint is switched off.
     if status == 403:
-        return "HTTP 403: a vLLM server must be started with --enable-scale-out, any other may want a key"
+        return "HTTP 403: a vLLM server must be started with --enable-scale-out; another server may need an API key"
     return f"HTTP {status}: {answer[:300].decode(errors='replace')}"

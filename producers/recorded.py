@@ -1,11 +1,11 @@
-"""A policy that says again what an earlier run said, id by id: agents, tools and worlds can be played without a model.
+"""Replays the turns of an earlier run, id by id, so that agents, tools and worlds can be tried without a model.
 
     [rollouts]
     servers = ["recorded:<run id>"]        a run on the same log
 
-A turn is found by all the ids that had been read before it. Where several attempts had read the same, as members of a group
-have at their first turn, the one of the same seed is taken, or else one by the seed. What nobody had read before, because a
-tool now answers otherwise, has no turn: the rollout ends by infra_error and says so.
+A turn is looked up by all token ids of the context before it. If several attempts had the same context, as members of a
+group have before their first turn, the turn of the same seed is used, or else one chosen by the seed. A context that
+was not recorded, because a tool now returns something else, has no turn: the rollout ends by infra_error.
 
 Not covered: the recording is held in memory, about 100 bytes and 12 a token for each turn.
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from producers.policy import PolicyFailed, Turn, TurnRequest
-from schemas.errors import BadInput
-from schemas.events import (
+from replayground.producers.policy import PolicyFailed, Turn, TurnRequest
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import (
     AgentMessaged,
     Event,
     Position,
@@ -28,42 +28,44 @@ from schemas.events import (
     TurnGenerated,
     VersionSpan,
 )
-from schemas.packed import pack_tokens, unpack_logprobs, unpack_tokens
-from streams.log.protocol import Log
+from replayground.schemas.packed import pack_tokens, unpack_logprobs, unpack_tokens
+from replayground.streams.log.protocol import Log
 
 PREFIX = "recorded:"
 _EVENTS_AT_ONCE = 2000
 
 
 def recorded_run(servers: list[str]) -> str | None:
-    """The run that is to be said again, when that is what [rollouts] servers asks for. Raises BadInput."""
+    """The run to replay, if [rollouts] servers names one. Raises BadInput when it also names servers."""
     recorded = [server for server in servers if server.startswith(PREFIX)]
     if not recorded:
         return None
     run_id = recorded[0].removeprefix(PREFIX)
     if len(servers) > 1 or not run_id:
-        raise BadInput(f'[rollouts] servers: a recording stands alone, as ["{PREFIX}<run id>"], not {servers}')
+        raise BadInput(f'[rollouts] servers: a recorded run stands alone, as ["{PREFIX}<run id>"], not {servers}')
     return run_id
 
 
 def read_recording(log: Log, run_id: str) -> "RecordedTurns":
-    """All turns of a run that are on the log now. Raises BadInput when there are none, LogUnavailable."""
+    """All turns of a run that are on the log now. Blocks until they are read. Raises BadInput when there are none,
+    LogUnavailable."""
     recording = RecordedTurns()
     reader = log.reader(["messages"], start=_start_of(log, run_id), run_id=run_id)
     try:
         while not reader.caught_up():
             for delivery in reader.poll(_EVENTS_AT_ONCE, 0.5):
+                # The reader leaves out other runs only as far as the first bytes tell.
                 if delivery.event is not None and delivery.event.meta.run_id == run_id:
                     recording.note(delivery.event)
     finally:
         reader.close()
     if not recording.turns:
-        raise BadInput(f'[rollouts] servers: the log holds no turn of a run "{run_id}" that could be said again')
+        raise BadInput(f'[rollouts] servers: the log holds no turn of a run "{run_id}" to replay')
     return recording
 
 
 def _start_of(log: Log, run_id: str) -> list[Position]:
-    """Where the run began on the log; [] = nobody told, so it is looked for from the beginning."""
+    """Where the run began on the log. [] if it has no RunStarted: then the log is read from its beginning."""
     reader = log.reader(["runs"], run_id=run_id)
     try:
         while not reader.caught_up():
@@ -76,7 +78,7 @@ def _start_of(log: Log, run_id: str) -> list[Position]:
 
 
 class _RecordedTurn(Struct, frozen=True):
-    """A turn as it is kept."""
+    """A turn in the form it is kept in: packed bytes take less memory than lists."""
 
     seed: int
     tokens: bytes
@@ -89,23 +91,24 @@ class _RecordedTurn(Struct, frozen=True):
 class _RecordedAttempt:
     seed: int
     read: dict[int, bytes]
-    "ids of each context so far"
+    "packed ids of each context so far"
 
 
 @dataclass(slots=True)
 class RecordedTurns:
-    """Turns by what had been read before them. A fold over `messages`, in the order of each attempt."""
+    """Turns by the context before them. A fold over `messages`, in the order of each attempt."""
 
     turns: int = 0
     _said: dict[bytes, list[_RecordedTurn]] = field(default_factory=dict)
     _attempts: dict[str, _RecordedAttempt] = field(default_factory=dict)
 
     def note(self, event: Event) -> None:
-        """Takes note of one message; whatever is no message of an attempt under way is passed over."""
+        """Folds one message. Ignores what does not belong to an attempt whose RolloutStarted was seen."""
         attempt_id = event.meta.attempt_id or ""
         if isinstance(event, RolloutStarted):
             self._attempts[attempt_id] = _RecordedAttempt(event.seed, {0: event.prompt_tokens})
         attempt = self._attempts.get(attempt_id)
+        # Its start was before the first message read: its context is not known.
         if attempt is None:
             return
         match event:
@@ -113,11 +116,12 @@ class RecordedTurns:
                 self._keep(attempt, event)
             case ToolObserved() | AgentMessaged():
                 attempt.read[event.context] = attempt.read.get(event.context, b"") + event.tokens
+            # Contexts of ended attempts are not needed any more; only those of open ones stay in memory.
             case RolloutEnded():
                 del self._attempts[attempt_id]
 
     def turn(self, tokens: list[int], seed: int) -> Turn | None:
-        """What was said after exactly these ids; None when nobody had read them."""
+        """The recorded turn after exactly these ids; None if there is none."""
         said = self._said.get(_name(pack_tokens(tokens)), [])
         found = next((each for each in said if each.seed == seed), said[seed % len(said)] if said else None)
         if found is None:
@@ -128,14 +132,15 @@ class RecordedTurns:
         read = attempt.read.get(event.context, b"")
         said = _RecordedTurn(attempt.seed, event.tokens, event.logprobs, event.versions, event.finish_reason)
         alike = self._said.setdefault(_name(read), [])
-        if said not in alike:  # a second attempt of the same rollout may have said the same
+        # A second attempt at the same rollout may have sampled the same turn.
+        if said not in alike:
             alike.append(said)
             self.turns += 1
         attempt.read[event.context] = read + event.tokens
 
 
 class RecordedPolicy:
-    """See producers.policy.Policy. Turns that were sampled keep their log-probabilities and weight versions."""
+    """See producers.policy.Policy. Turns keep the log-probabilities and weight versions they were sampled with."""
 
     def __init__(self, recording: RecordedTurns) -> None:
         self._recording = recording
@@ -143,13 +148,15 @@ class RecordedPolicy:
     async def next_turn(self, turn_request: TurnRequest) -> Turn:
         turn = self._recording.turn(turn_request.tokens, turn_request.seed)
         if turn is None:
-            raise PolicyFailed(f"nothing is recorded after these {len(turn_request.tokens)} ids")
+            raise PolicyFailed(f"nothing is recorded after these {len(turn_request.tokens)} token ids")
+        # Not cut off: a shortened turn would not be the one that was sampled.
         if len(turn.tokens) > turn_request.tokens_max:
             raise PolicyFailed(
-                f"the recorded turn has {len(turn.tokens)} ids where {turn_request.tokens_max} are allowed"
+                f"the recorded turn has {len(turn.tokens)} token ids, but only {turn_request.tokens_max} are allowed"
             )
         return turn
 
 
 def _name(packed: bytes) -> bytes:
+    # 16 bytes instead of the context itself: each turn repeats all before it, so the sum would grow quadratically.
     return hashlib.blake2b(packed, digest_size=16).digest()

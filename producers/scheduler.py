@@ -1,10 +1,10 @@
-"""scheduler: requests rollouts, as many as staleness allows, and retries those that the infrastructure failed.
+"""scheduler: requests rollouts, as many as staleness allows, and retries those that failed by infra_error.
 
 Plan is pure: `apply` folds events, `decide` returns what to request next. It is composed of folds that can be read one
-at a time (producers/scheduling): ledger (what is known of every open task), demand (tasks that wait), members (groups under
-way), pacing (where groups stand, and the budget), serving (weights), and cancellation. Events of different topics arrive in
-any order, and every fold gives the same state for each of them. It remembers open work and a stated horizon; the rest is
-counted (docs/decisions/0018).
+at a time (producers/scheduling): ledger (what is known of every open task), demand (tasks that wait), members
+(requests, ends and retries), pacing (standings and the budget), serving (weights), and cancellation. Events of
+different topics arrive in any order, and every order gives the same state. It remembers open work and a fixed horizon;
+the rest is only counted (docs/decisions/0018).
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from functools import singledispatchmethod
 import msgspec
 from msgspec import Struct
 
-from producers.attempt import AttemptWriter, close_unplayed, without_world
-from producers.cancellation import Cancellations, CancellationsState
-from producers.config import SchedulerSettings
-from producers.planner import fold_version, follow
-from producers.scheduling.demand import Demand, DemandState
-from producers.scheduling.ledger import (
+from replayground.producers.attempt import AttemptWriter, close_unplayed, without_world
+from replayground.producers.cancellation import Cancellations, CancellationsState
+from replayground.producers.config import SchedulerSettings
+from replayground.producers.planner import fold_version, follow
+from replayground.producers.scheduling.demand import Demand, DemandState
+from replayground.producers.scheduling.ledger import (
     REFUSED,
     Group,
     GroupOutcome,
@@ -29,11 +29,11 @@ from producers.scheduling.ledger import (
     Refusal,
     group_id_of,
 )
-from producers.scheduling.members import SECONDS_SAMPLED, MemberAction, Members, request_id, trajectory_id
-from producers.scheduling.newest import Newest
-from producers.scheduling.pacing import GIVEN_UP_KEPT, JUDGED, OVER, Pacing, PacingState, Standing
-from producers.scheduling.serving import Serving, ServingState
-from schemas.events import (
+from replayground.producers.scheduling.members import SECONDS_SAMPLED, MemberAction, Members, request_id, trajectory_id
+from replayground.producers.scheduling.newest import Newest
+from replayground.producers.scheduling.pacing import GIVEN_UP_KEPT, JUDGED, OVER, Pacing, PacingState, Standing
+from replayground.producers.scheduling.serving import Serving, ServingState
+from replayground.schemas.events import (
     Address,
     AttemptEnded,
     BatchCut,
@@ -48,22 +48,22 @@ from schemas.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from schemas.ids import derived_id
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
-from streams.log.connect import open_log
-from streams.log.protocol import Log
+from replayground.schemas.ids import derived_id
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
 
 TOPICS_READ = ("tasks", "rollouts", "attempts", "groups", "batches", "weights", "serving", "control", "dead-letters")
 _FOLD = "scheduler-4"
-"changes whenever the same events would give another state"
+"change it whenever the same events would give another state"
 _SENDER = "scheduler"
 _GROUP_TOPICS = ("trajectories", "rewards", "groups")
-"keyed by group: a group that one of their messages was refused for can never be completed"
+"topics keyed by group: if one of their messages is rejected, its group cannot be completed"
 
 
 def run(run: Run, settings: SchedulerSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
-    """Schedules until told to stop. Raises LogUnavailable."""
+    """Schedules until `stop` is set. Blocks. Raises LogUnavailable; LogBroken if its snapshot is ahead of the log."""
     log = open_log(run)
     try:
         schedule(run, settings, program_metrics, stop, log)
@@ -100,7 +100,7 @@ def _report_metrics(plan: "Plan", program_metrics: ProgramMetrics) -> None:
 
 
 class _PlanState(Struct, frozen=True):
-    """All that the plan remembers of the log."""
+    """Everything that the plan remembers of the log."""
 
     ledger: LedgerState
     demand: DemandState
@@ -112,7 +112,7 @@ class _PlanState(Struct, frozen=True):
 
 
 class Plan:
-    """What is asked for, what came of it, and what to ask for next. Pure: time is an argument."""
+    """What was requested, what came of it, and what to request next. Pure: time is an argument."""
 
     def __init__(self, run: Run, settings: SchedulerSettings) -> None:
         self._run = run
@@ -124,17 +124,17 @@ class Plan:
         self._serving = Serving()
         self._cancellations = Cancellations()
         self._is_calling_off = False
-        "true while a cancelled member may not be closed yet"
+        "true if a cancelled member may not be closed yet"
         self._completed: set[str] = set()
-        "groups completed by us, whose completion has not come back from the log yet"
+        "groups that we completed, whose GroupCompleted has not come back from the log yet"
         self.is_paused = False
 
     # what happened
 
     @singledispatchmethod
     def apply(self, event: Event, address: Address | None = None) -> None:
-        """Takes note of a fact of the run; the same fact twice changes nothing. Scheduling depends on no other. Without an
-        address it is a decision of our own, or has none."""
+        """Folds an event of the run; the same event twice changes nothing. Events of other classes are ignored. A
+        decision of the plan itself has no address yet."""
 
     @apply.register
     def _(self, event: TaskSubmitted, address: Address | None = None) -> None:
@@ -143,6 +143,7 @@ class Plan:
         ask = _ask_of(event, address, self._run.seed)
         if self._ledger.submit(event, ask, address.partition if address is not None else 0):
             self._demand.note_submitted(ask)
+            # The cancellation may have been read before the task.
             self._note_cancelled(ask.task_id if ask.task_id in self._cancellations else None)
             self._place(ask.group_id)
             self._is_calling_off = self._is_calling_off or self._is_cancelled(ask)
@@ -157,6 +158,7 @@ class Plan:
 
     @apply.register
     def _(self, event: AttemptEnded, address: Address | None = None) -> None:
+        # Before the look-up: also the end of a task that is over shows that servers work.
         self._members.note_sampled(event)
         group_id = event.meta.group_id or ""
         group = None if event.meta.purpose == "replay" else self._ledger.find(group_id)
@@ -168,6 +170,7 @@ class Plan:
     def _(self, event: GroupCompleted, address: Address | None = None) -> None:
         group_id = event.meta.group_id or ""
         group = self._ledger.find(group_id) if event.meta.purpose == "train" else None
+        # The first completion counts. All completions of a group are on one partition, so every reader agrees.
         if group is not None and group.judged is None:
             group.judged = GroupOutcome.of(event)
             self._place(group_id)
@@ -185,6 +188,8 @@ class Plan:
                 group.is_stale = True
                 self._place(group_id)
         self._pacing.note_batch(event)
+        # The batch moved the training version on, so groups that still wait may be too old now. Those that it holds are
+        # marked as cut by now.
         for group_id in self._pacing.with_standing("uncut"):
             self._place(group_id)
 
@@ -199,6 +204,7 @@ class Plan:
 
     @apply.register
     def _(self, event: ControlIssued, address: Address | None = None) -> None:
+        # Topic control has one partition: the last command read is the newest.
         if event.command in ("pause", "drain", "resume"):
             self.is_paused = event.command != "resume"
         if self._cancellations.note(event):
@@ -207,6 +213,7 @@ class Plan:
 
     @apply.register
     def _(self, event: EventRejected, address: Address | None = None) -> None:
+        # A rejected message may be undecodable, so only its key is used.
         key = (event.original_key or b"").decode("utf-8", "replace")
         if event.origin.topic == "rollouts":
             self._members.note_refused(key, event)
@@ -217,12 +224,13 @@ class Plan:
                 self._place(key)
 
     def _place(self, group_id: str) -> None:
-        """Counts a group where its facts put it now. One that is over is forgotten."""
+        """Updates the standing of a group from its facts. Forgets one that is over."""
         group = self._ledger.find(group_id)
         assert group is not None
         ask = group.ask
+        # Facts of it were read before its TaskSubmitted.
         if ask is None:
-            return  # facts of it were read before the task itself
+            return
         self._move(group_id, group, ask, self._standing_of(group, ask))
 
     def _standing_of(self, group: Group, ask: GroupRequest) -> Standing:
@@ -231,11 +239,13 @@ class Plan:
     def _move(
         self, group_id: str, group: Group, ask: GroupRequest, standing: Standing, *, is_restored: bool = False
     ) -> None:
+        # The standing before says which queue and which count the group leaves.
         before = self._pacing.place(group_id, group, standing)
         if before == "waiting" != standing:
             self._demand.remove(ask)
         if before != "waiting" == standing:
             self._demand.add(ask)
+        # Once for each group, and not again after a restart: the restored pass rates contain it.
         if group.judged is not None and standing in JUDGED and before not in JUDGED and not is_restored:
             self._demand.observe(ask, group.judged)
         if standing in OVER:
@@ -252,15 +262,17 @@ class Plan:
     # what follows
 
     def decide(self, now: int) -> list[Event]:
-        """What to write next; it counts as done at once. `now` is in microseconds. Call it when everything that was on the
-        log has been applied. While paused nothing is asked for, and what runs goes on to its end; what is called off is
-        closed all the same."""
+        """What to write next; it counts as written at once. `now` is in microseconds. Call it when everything that was
+        on the log has been applied. While paused nothing is requested, running rollouts continue, and cancelled ones
+        are closed all the same."""
         events: list[Event] = []
+        # First: the rest relies on facts without a task being gone.
         self._settle()
         self._complete_given_up(now, events)
         self._drop_overtaken()
         self._cancel(now, events)
         if not self.is_paused:
+            # Retries before new work: a group that lacks one member is stuck until that has ended.
             for wanted in self._members.next(now, self._can_be_served):
                 self._retry_members(wanted, now, events)
             self._demonstrate(now, events)
@@ -291,7 +303,7 @@ class Plan:
 
     @property
     def refused_because(self) -> str:
-        """Why the newest group was given up that is remembered."""
+        """Why the newest of the remembered given-up groups was given up."""
         refused = [self._refused(group_id) for group_id in self._pacing.with_standing("given_up")]
         newest = max(refused, key=lambda each: each[:2], default=None)
         return newest[2].refusal.reason if newest is not None and newest[2].refusal is not None else "long ago"
@@ -311,18 +323,21 @@ class Plan:
     def _note_cancelled(self, task_id: str | None) -> None:
         group = None if task_id is None else self._ledger.find(group_id_of(task_id))
         if group is not None:
+            # On the group itself: Cancellations forgets the oldest of very many.
             group.is_called_off = True
 
     def _is_cancelled(self, ask: GroupRequest) -> bool:
         group = self._ledger.find(ask.group_id)
         if group is not None and group.is_called_off:
             return True
+        # The time of submission and not of the request: what was submitted after the command runs.
         return bool(self._cancellations) and self._cancellations.covers_task(
             ask.task_id, ask.session_id, ask.submitted_at
         )
 
     def _cancel(self, now: int, events: list[Event]) -> None:
-        """Ends every cancelled member that has not ended, so that counting its group comes to an end."""
+        """Closes every cancelled member that has not ended, so that whoever counts ends can finish."""
+        # Only after news: this goes through all open groups.
         if not self._is_calling_off:
             return
         self._is_calling_off = False
@@ -333,23 +348,26 @@ class Plan:
                     self._close(group.ask, index, "called off", now, events)
 
     def _close(self, ask: GroupRequest, index: int, reason: str, now: int, events: list[Event]) -> None:
-        """Ends a member as cancelled, unless it has ended. The attempt is the same each time it is closed."""
+        """Writes the end of a member as cancelled, unless it has ended."""
         group = self._ledger.find(ask.group_id)
         if group is None or not self._members.close(ask.group_id, index):
             return
         request = self._request(ask, index, max(0, group.member(index).retry), now)
+        # A derived attempt id: a restart that closes the member again writes the same attempt, which counts once.
         attempt = AttemptWriter(request, events.append, derived_id("cancelled", request.meta.id))
         close_unplayed(attempt, _SENDER, "cancelled", reason)
 
     def _settle(self) -> None:
+        # Groups whose standing depends on everything having been read are placed again now.
         if self._ledger.settle():
             for group_id, _ in self._ledger:
                 self._place(group_id)
         self._members.assign_refused()
 
     def _complete_given_up(self, now: int, events: list[Event]) -> None:
-        """Ends groups that were given up long ago by a fact of our own, as refused. It counts when it comes back from the log:
-        the groups of one key have one order there, so whoever folds it agrees on whether the group was completed before."""
+        """Completes the oldest given-up groups as refused, if there are more than GIVEN_UP_KEPT."""
+        # The standing changes when our GroupCompleted comes back from the log, and not now. An operator may have the
+        # real one sent at the same time; only the order of the partition decides which was first, for every reader.
         given_up = self._pacing.with_standing("given_up")
         if len(given_up) > GIVEN_UP_KEPT:
             refused = sorted((self._refused(group_id) for group_id in given_up), key=lambda each: each[:2])
@@ -365,7 +383,7 @@ class Plan:
         return group.refusal.at, group_id, group
 
     def _drop_overtaken(self) -> None:
-        """Of a curriculum: what still waits after many newer tasks is not asked for any more, called off or not."""
+        """Drops tasks of a curriculum that still wait after many newer ones, cancelled or not."""
         closing = [self._ledger.find(group_id) for group_id in self._pacing.with_standing("closing")]
         asks = [group.ask for group in closing if group is not None and group.ask is not None]
         for ask in (*self._demand.waiting_too_long(), *filter(self._demand.is_overtaken, asks)):
@@ -380,6 +398,7 @@ class Plan:
             self._close(wanted.ask, wanted.index, wanted.given_up_because, now, events)
 
     def _can_be_served(self, ask: GroupRequest) -> bool:
+        # A scripted teacher, or a model of [models]: neither is behind the policy servers.
         if ask.purpose == "demonstrate":
             return True
         if ask.required_version is not None:
@@ -392,31 +411,35 @@ class Plan:
             room -= self._open(ask, now, events)
 
     def _evaluate(self, now: int, events: list[Event]) -> None:
-        """An evaluation is asked for only while a server serves just what it judges."""
+        """Requests evaluations, each only while a server serves the version that it judges."""
         room = self._settings.evaluations_in_flight - self._members.running("eval")
         while room > 0 and (ask := self._demand.next("eval", self._can_be_served)) is not None:
             room -= self._open(ask, now, events)
 
     def _train(self, now: int, events: list[Event]) -> None:
+        # The cold start is not trained with GRPO: training begins when its result is served.
         if self._serving.version_served_max < self._run.job.first_version:
             return
+        # _open changes the standing of the group at once, so has_room sees the budget that is left.
         while self._demand.has_training and self._pacing.has_room(self.version):
             self._open(self._demand.next_training(self.version, self._pacing.asked), now, events)
 
     def _open(self, ask: GroupRequest, now: int, events: list[Event]) -> int:
-        """Requests all members of a group at once; returns how many."""
+        """Requests all members of a group; returns how many."""
         for index in range(ask.task.group_size):
             self._ask(ask, index, 0, now, events)
         return ask.task.group_size
 
     def _ask(self, ask: GroupRequest, index: int, retry: int, now: int, events: list[Event]) -> None:
         request = self._request(ask, index, retry, now)
+        # Applied at once and not when it comes back: the next decision must not request it again.
         self.apply(request)
         events.append(request)
 
     def _request(self, ask: GroupRequest, index: int, retry: int, now: int) -> RolloutRequested:
         return RolloutRequested(
             meta=Meta(
+                # Derived: a request that a restart writes again has the same id.
                 id=request_id(ask.task_id, index, retry),
                 run_id=self._run.run_id,
                 session_id=ask.session_id,
@@ -471,7 +494,7 @@ class Plan:
 
     @property
     def code_version(self) -> str:
-        """Of the fold and of the settings that it depends on."""
+        """Version of the fold, with the settings that its state depends on."""
         job, settings = self._run.job, self._settings
         return fold_version(
             _FOLD,
@@ -480,7 +503,8 @@ class Plan:
         )
 
     def encode(self) -> bytes:
-        """The state, the same bytes for the same facts. Call it after `decide`, when what that decided is on the log."""
+        """The state; the same bytes for the same facts. Call it after `decide`, when the decisions are on the log."""
+        # Each fold sorts what has no order of its own.
         state = _PlanState(
             ledger=self._ledger.state(),
             demand=self._demand.state(),
@@ -490,11 +514,12 @@ class Plan:
             seconds_sampled=list(self._members.seconds_sampled),
             is_paused=self.is_paused,
         )
-        return msgspec.msgpack.encode(state)  # each fold sorts what has no order of its own
+        return msgspec.msgpack.encode(state)
 
     def restore(self, encoded: bytes) -> None:
-        """Goes on from a state; what was read before must be nothing."""
+        """Continues from a state. Nothing may have been applied before."""
         state = msgspec.msgpack.decode(encoded, type=_PlanState)
+        # Folds that standings depend on come first; the ledger last, since its groups are placed right away.
         self._serving.restore(state.serving)
         self._demand.restore(state.demand)
         self._demand.note_published(self._serving.version)
@@ -507,11 +532,13 @@ class Plan:
             assert group.ask is not None
             self._move(group_id, group, group.ask, self._standing_of(group, group.ask), is_restored=True)
             self._members.restore(group_id, group)
+        # Members that were closed before the restart are not in the state: they are closed again, as the same attempt.
         self._is_calling_off = bool(self._cancellations)
 
 
 def _ask_of(event: TaskSubmitted, address: Address | None, run_seed: int) -> GroupRequest:
     meta, task = event.meta, event.task
+    # Without an address nobody could find the world again, so the task keeps it.
     kept = without_world(task) if address is not None else task
     return GroupRequest(
         task_id=meta.task_id or "",
@@ -529,6 +556,7 @@ def _ask_of(event: TaskSubmitted, address: Address | None, run_seed: int) -> Gro
 
 
 def _seed(run_seed: int, task: Task, index: int) -> int:
-    """The seed of a rollout's perturbations: the same for the same task in every run and evaluation of one seed."""
+    """The seed of a rollout: the same for the same task and member in every run and evaluation with one run seed."""
+    # From the content and not the task id, which differs between runs and sessions. 31 bits fit a signed int32.
     text = f"{run_seed}/{index}/{task.prompt}/{task.world}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) >> 1

@@ -1,11 +1,11 @@
-"""The default job, Stockroom: arithmetic and look-ups in a store room whose sources lie, with fresh values per task.
+"""The default job, Stockroom: arithmetic and look-ups in a store room with unreliable sources, fresh values per task.
 
-Three kinds in equal thirds: calc (arithmetic), look (one look-up) and lookcalc (a look-up, then arithmetic). What the
-policy has to find out: price and weight are right in sql, stock and orders in kv. The other source is stale four times in
-five (price, stock) or has nothing (weight, orders), and any look-up may be busy. A world holds eight of the 24 items, the
-asked one among them, and stays small: a million tasks are a gigabyte of worlds, once each.
+Three kinds of equal share: calc (arithmetic), look (one look-up) and lookcalc (a look-up, then arithmetic). The policy
+has to learn that price and weight are right in sql, stock and orders in kv. The other source is stale four times in
+five (price, stock) or has no value (weight, orders), and any look-up may fail as busy.
 
-Held out: a quarter of the (item, attribute) pairs, never seen in training; for calc, new numbers.
+Held out: a quarter of the (item, attribute) pairs, never seen in training; for calc, new numbers. docs/default_job.md
+has the figures.
 """
 
 import json
@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator
 from itertools import count, islice
 
-from sandboxes.worlds.perturbations import Rule
-from sandboxes.worlds.world import Table, World
-from schemas.events import Task
+from replayground.sandboxes.worlds.perturbations import Rule
+from replayground.sandboxes.worlds.world import Table, World
+from replayground.schemas.events import Task
 
 SYSTEM_PROMPT = "Tools: sql kv python"
 
@@ -28,7 +28,7 @@ SCAFFOLD = (
     '{"name": "python", "arguments": {"code": "',
     '"}}',
 )
-"Pieces of JSON that every call repeats: a tokenizer made for this job has one token for each."
+"Pieces of JSON that every call repeats. A tokenizer made for this job has one token for each, so that calls are short."
 
 ITEMS = (
     "panel", "valve", "bolt", "cable", "motor", "pump", "filter", "hinge", "lamp", "gear", "spring", "screw",
@@ -37,6 +37,7 @@ ITEMS = (
 ATTRIBUTES = ("price", "stock", "weight", "orders")
 RIGHT_SOURCE = {"price": "sql", "stock": "kv", "weight": "sql", "orders": "kv"}
 
+# With these shares a policy that does not know the sources scores 0.865 at best (docs/default_job.md).
 BUSY_SHARE = 0.15
 STALE_SHARE = 0.8
 PERTURBATIONS = (
@@ -46,13 +47,15 @@ PERTURBATIONS = (
 )
 
 _FIRST_BLOCK_TASKS = 8192
-"drawn by one generator, as all tasks were before there were blocks: a run that needs no more has the same tasks as then"
+"drawn by one generator, as all tasks were before there were blocks: runs within it keep the tasks they always had"
+# `start` draws and drops less than one block, so a restarted feeder need not draw all tasks again (decision 0018).
 _BLOCK_TASKS = 256
 _EMPTY_ROOM = World(name="empty")
 _KINDS = ("calc", "look", "lookcalc")
 _CALC_PHRASINGS = ("What is {}?", "Compute {}.", "How much is {}?")
 _LOOK_PHRASING = "What is the {attribute} of {item}?"
 _LOOKCALC_PHRASING = "Take the {attribute} of {item}, times {times} plus {plus}."
+# Of the 24 items, so that worlds stay small: a million tasks are a gigabyte of worlds.
 _WORLD_ITEMS = 8
 _TEXTS = 2000
 
@@ -61,13 +64,13 @@ _TIMES_PATTERN = re.compile(r"times (\d+) plus (\d+)")
 
 
 def held_out(item: int, attribute: int) -> bool:
-    """True for the quarter of the pairs that training never sees; six items of every attribute."""
+    """True for the quarter of the pairs that training never sees: six items of every attribute."""
     return (item + attribute) % 4 == 0
 
 
 def tasks(split: str, seed: int, start: int = 0) -> Iterator[Task]:
-    """Endless, from number `start` on; kinds and attributes take turns, so that any stretch is balanced. The same seed gives
-    the same tasks."""
+    """Endless, from number `start` on. Kinds and attributes alternate, so that any stretch is balanced. The same seed
+    gives the same tasks."""
     for block in count(max(0, 1 + (start - _FIRST_BLOCK_TASKS) // _BLOCK_TASKS)):
         yield from islice(_block(split, seed, block), max(0, start - _numbers(block).start), None)
 
@@ -80,17 +83,20 @@ def _numbers(block: int) -> range:
 
 
 def _block(split: str, seed: int, block: int) -> Iterator[Task]:
-    """Tasks of one stretch of numbers, drawn by a generator of their own: `start` need not draw what is before the stretch."""
+    """The tasks of one block, drawn by a generator of their own, so that no other block has to be drawn before."""
+    # Block 0 has the name that the only generator had before there were blocks.
     name = f"stockroom:{split}:{seed}" if block == 0 else f"stockroom:{split}:{seed}:{block}"
     draw = random.Random(name)
     for number in _numbers(block):
         kind = _KINDS[number % 3]
+        # Shifted by kind, so that look and lookcalc go through the attributes at different times.
         attribute = (number // 3 + number % 3) % len(ATTRIBUTES)
         yield _calc_task(split, draw) if kind == "calc" else _look_task(kind, split, attribute, draw)
 
 
 def demonstrate(task: Task, turns: list[tuple[str, str]], seed: int) -> str:
     """The next turn of a weak teacher: it calculates, retries and picks the right source only some of the time."""
+    # Drawn from seed and turn, so that a second attempt at the same request makes the same choices.
     draw = random.Random(f"demonstrate:{seed}:{len(turns)}")
     said, observed = turns[-1] if turns else ("", "")
     if _fails(observed) and draw.random() >= 0.4:
@@ -106,7 +112,7 @@ def demonstrate(task: Task, turns: list[tuple[str, str]], seed: int) -> str:
 
 
 def texts(seed: int) -> Iterator[str]:
-    """What a tokenizer for this job should be fitted to: prompts, calls, observations and answers, not the truth."""
+    """Texts to fit a tokenizer for this job to: prompts, calls, observations and answers, with random numbers."""
     draw = random.Random(f"texts:{seed}")
     for _, task in zip(range(_TEXTS), tasks("train", seed + 1), strict=False):
         number = str(draw.randint(100, 999))
@@ -123,7 +129,8 @@ def texts(seed: int) -> Iterator[str]:
 
 def _calc_task(split: str, draw: random.Random) -> Task:
     a, b, c = draw.randint(2, 999), draw.randint(2, 99), draw.randint(1, 99)
-    if a * b <= c:  # negative numbers are another subject
+    # No negative results and no 0: they would be another skill to learn.
+    if a * b <= c:
         c = draw.randint(1, a * b - 1)
     expression, value = draw.choice(
         ((f"{a}*{b}+{c}", a * b + c), (f"{a}*{b}-{c}", a * b - c), (f"{a}+{b}*{c}", a + b * c))
@@ -136,6 +143,7 @@ def _look_task(kind: str, split: str, attribute: int, draw: random.Random) -> Ta
     wanted = split == "heldout"
     item = draw.choice([i for i in range(len(ITEMS)) if held_out(i, attribute) == wanted])
     shelf = draw.sample([name for name in ITEMS if name != ITEMS[item]], _WORLD_ITEMS - 1)
+    # At a random place: the asked item must not always be the last one.
     shelf.insert(draw.randrange(_WORLD_ITEMS), ITEMS[item])
     values = {name: [draw.randint(100, 999) for _ in ATTRIBUTES] for name in shelf}
     value = values[ITEMS[item]][attribute]
@@ -150,7 +158,7 @@ def _look_task(kind: str, split: str, attribute: int, draw: random.Random) -> Ta
 
 
 def _world(values: dict[str, list[int]]) -> World:
-    """sql has no orders and kv has no weight: asked there, they are not found."""
+    """The same values in both sources, except that sql has no orders and kv has no weight."""
     rows = tuple((name, price, stock, weight, None) for name, (price, stock, weight, _) in values.items())
     keys = {
         f"{name}.{attribute}": value
@@ -159,6 +167,7 @@ def _world(values: dict[str, list[int]]) -> World:
         if attribute != "weight"
     }
     tables = {"items": Table(("name", *ATTRIBUTES), rows)}
+    # The stale values of the wrong source are made by PERTURBATIONS, not stored.
     return World(name="stockroom", tables=tables, keys=dict(keys), perturbations=PERTURBATIONS)
 
 

@@ -1,4 +1,4 @@
-"""Topologies as data: who works with whom. A task names an agent or a topology; steps name agents or other topologies.
+"""Topologies as data: how agents work together. A task names an agent or a topology; so do the steps of a topology.
 
     CATALOG = AgentCatalog.of([writer, critic, Loop(name="essay", body="writer", judge="critic")])
 
@@ -13,7 +13,7 @@ or the same as a TOML file, [job] agents = "agents.toml":
     body = "writer"
     judge = "critic"
 
-An agent has one context in a rollout, however often it is spoken to. How topologies are played: producers/ensemble.py.
+An agent keeps one context over a rollout, however many messages it gets. producers/ensemble.py runs topologies.
 """
 
 import tomllib
@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from producers.agent import POLICY, Agent, Model, peer_tool
-from sandboxes.outside.providers import require_tools
-from sandboxes.tools.tool import Tool
-from schemas.errors import BadInput
-from schemas.events import Task
-from schemas.job import Job
+from replayground.producers.agent import POLICY, Agent, Model, peer_tool
+from replayground.sandboxes.outside.providers import require_tools
+from replayground.sandboxes.tools.tool import Tool
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Task
+from replayground.schemas.job import Job
 
 ASK = "ask"
 HAND_OFF = "hand_off"
@@ -40,36 +40,36 @@ class _Topology(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
 
 class Series(_Topology, frozen=True, kw_only=True, tag="series"):
-    """One after another: the answer of each step is what the next one reads, with the task. The last answer counts."""
+    """One after another: each step reads the task and the answer of the step before. The last answer counts."""
 
     steps: tuple[str, ...]
 
 
 class Parallel(_Topology, frozen=True, kw_only=True, tag="parallel"):
-    """All at once on the same message. The answer is all answers, a line each with the name of its step."""
+    """All steps at once, on the same message. The answer has one line for each step: its name and its answer."""
 
     steps: tuple[str, ...]
 
 
 class Loop(_Topology, frozen=True, kw_only=True, tag="loop"):
-    """The body answers, the judge reads it and accepts or says what to change, until it accepts or rounds are over.
-    The body's last answer counts."""
+    """The body answers, and the judge accepts or says what to change, until it accepts or rounds_max is reached. The
+    body's last answer counts."""
 
     body: str
     judge: str
     accepts: str = "accept"
-    "the judge's whole answer that ends the loop, in whatever case"
+    "the judge's whole answer that ends the loop; case does not matter"
     rounds_max: int = 3
 
 
 class HandOff(_Topology, frozen=True, kw_only=True, tag="hand_off"):
-    """The first agent begins. Each may answer, or hand the task to another one with a message, and is then done."""
+    """The first agent begins. Each may answer, or hand the task to another agent with a message, which takes over."""
 
     agents: tuple[str, ...]
 
 
 class Team(_Topology, frozen=True, kw_only=True, tag="team"):
-    """The leader has the task and may ask workers, who read nothing but what the leader tells them."""
+    """The leader has the task and may ask workers, who read only the leader's messages."""
 
     leader: str
     workers: tuple[str, ...]
@@ -79,7 +79,8 @@ type Topology = Series | Parallel | Loop | HandOff | Team
 
 
 class AgentCatalog(Struct, frozen=True, kw_only=True):
-    """Agents, topologies and models by name, checked: every name is known, and nobody has to wait for himself."""
+    """Agents, topologies and models by name. `of` and `from_toml` check them: every name exists, no agent runs twice at
+    once, and no leader waits for itself."""
 
     agents: dict[str, Agent] = {}
     topologies: dict[str, Topology] = {}
@@ -87,8 +88,9 @@ class AgentCatalog(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, entries: Iterable[Any]) -> "AgentCatalog":
-        """From Python. Raises BadInput that says which entry is wrong and why."""
+        """From Python objects. Raises BadInput that names the wrong entry and the reason."""
         kinds: dict[type, dict[str, Any]] = {Agent: {}, _Topology: {}, Model: {}}
+        # Across kinds: a step or a task names an agent or a topology by the name alone.
         seen: set[str] = set()
         for entry in entries:
             kind = next((kind for kind in kinds if isinstance(entry, kind)), None)
@@ -102,7 +104,7 @@ class AgentCatalog(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_toml(cls, path: Path) -> "AgentCatalog":
-        """From a file with tables [agents.NAME], [topologies.NAME] and [models.NAME]. Raises BadInput with the place."""
+        """From a file with tables [agents.NAME], [topologies.NAME], [models.NAME]. Raises BadInput with the path."""
         try:
             raw = tomllib.loads(path.read_text())
             entries = msgspec.convert(_with_names(raw), _Tables)
@@ -110,12 +112,14 @@ class AgentCatalog(Struct, frozen=True, kw_only=True):
             raise BadInput(f"{path} cannot be read ({error.strerror}): name a TOML file of agents") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
             raise BadInput(f"{path}: {error}") from error
+        # The checks of `of` do not know the file: its name is added to their message.
         try:
             return cls.of([*entries.agents.values(), *entries.topologies.values(), *entries.models.values()])
         except BadInput as error:
             raise BadInput(f"{path}: {error}") from error
 
     def plays(self, name: str) -> bool:
+        """Whether a task or a step may name it."""
         return name in self.agents or name in self.topologies
 
     def entry(self, name: str) -> str:
@@ -123,7 +127,7 @@ class AgentCatalog(Struct, frozen=True, kw_only=True):
         return name if name in self.agents else self.entry(_members(self.topologies[name])[0])
 
     def members(self, name: str) -> list[str]:
-        """All agents that may speak when this agent or topology is asked, each once, in order."""
+        """All agents that may take part in this agent or topology, each once, in order."""
         if name in self.agents:
             return [name]
         inner = (agent for member in _members(self.topologies[name]) for agent in self.members(member))
@@ -131,6 +135,7 @@ class AgentCatalog(Struct, frozen=True, kw_only=True):
 
     def tools_of(self, task: Task) -> tuple[str, ...]:
         """Names of all tools that a rollout of the task may call."""
+        # Of all agents: they share one workbench. Each participant is limited to its own (producers/participant.py).
         if not self.plays(task.agent):
             return tuple(task.toolset)
         agents = [self.agents[name] for name in self.members(task.agent)]
@@ -138,7 +143,8 @@ class AgentCatalog(Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(name for names in named for name in names))
 
     def peer_tools(self, name: str, agent: str) -> dict[str, Tool]:
-        """The tools by which an agent speaks to others when `name` is played."""
+        """The peer tools of an agent when `name` is played."""
+        # Only topologies inside of `name` count: the same agent may lead a team in another topology of the catalog.
         found = [self.topologies[inner] for inner in self._inside(name)]
         workers = [w for team in found if isinstance(team, Team) and team.leader == agent for w in team.workers]
         desks = [desk.agents for desk in found if isinstance(desk, HandOff) and agent in desk.agents]
@@ -152,7 +158,7 @@ class AgentCatalog(Struct, frozen=True, kw_only=True):
         return tools
 
     def _inside(self, name: str) -> Iterator[str]:
-        """The topology and all topologies in it."""
+        """The topology itself and all topologies in it, at any depth."""
         if name in self.topologies:
             yield name
             for member in _members(self.topologies[name]):
@@ -160,8 +166,9 @@ class AgentCatalog(Struct, frozen=True, kw_only=True):
 
 
 def agent_catalog_of(job: Job, agents_file: str | None) -> AgentCatalog:
-    """The agents of a run: those of the named file, else of the job's AGENTS. Raises BadInput."""
+    """The agents of a run: from the file, if one is named, else from the job's AGENTS. Raises BadInput."""
     agent_catalog = AgentCatalog.from_toml(Path(agents_file)) if agents_file else AgentCatalog.of(job.agents)
+    # Here and not in the catalog, which does not know the tools of the job.
     for agent in agent_catalog.agents.values():
         try:
             require_tools(agent.tools or (), job.tools)
@@ -177,7 +184,8 @@ class _Tables(Struct, forbid_unknown_fields=True):
 
 
 def _with_names(raw: dict[str, Any]) -> dict[str, Any]:
-    """The tables with the name of each put into it."""
+    """The tables with the name of each entry added as its field `name`."""
+    # Whatever is not a table stays as it is: the conversion then reports it with its place.
     return {
         section: {name: {"name": name, **table} if isinstance(table, dict) else table for name, table in tables.items()}
         if isinstance(tables, dict)
@@ -187,6 +195,7 @@ def _with_names(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _members(topology: Topology) -> tuple[str, ...]:
+    # The first one is the entry, which reads the task.
     match topology:
         case Series() | Parallel():
             return topology.steps
@@ -207,6 +216,7 @@ def _check_catalog(agent_catalog: AgentCatalog) -> AgentCatalog:
             if not agent_catalog.plays(member):
                 known = ", ".join([*agent_catalog.agents, *agent_catalog.topologies])
                 raise BadInput(f"topology {topology.name!r} names {member!r}, which is none of {known}")
+    # Before the other checks: AgentCatalog.members would recurse for ever in a cycle.
     _check_circles(agent_catalog.topologies)
     for topology in agent_catalog.topologies.values():
         _CHECKS.get(type(topology), _check_nothing)(agent_catalog, topology)
@@ -231,7 +241,8 @@ def _check_circles(topologies: Mapping[str, Topology]) -> None:
 
     def visit(name: str, above: tuple[str, ...]) -> None:
         if name in above:
-            raise BadInput(f"topologies go round in a circle: {' > '.join([*above, name])}")
+            raise BadInput(f"topologies form a cycle: {' > '.join([*above, name])}")
+        # Each topology is visited once: shared ones would otherwise be walked again on every path to them.
         if name in topologies and name not in finished:
             for member in _members(topologies[name]):
                 visit(member, (*above, name))
@@ -242,11 +253,12 @@ def _check_circles(topologies: Mapping[str, Topology]) -> None:
 
 
 def _check_parallel(agent_catalog: AgentCatalog, topology: Any) -> None:
+    # An agent has one context: two branches at once would mix in it.
     taken: dict[str, str] = {}
     for step in topology.steps:
         for agent in agent_catalog.members(step):
             if agent in taken:
-                raise BadInput(f"in {topology.name!r} agent {agent!r} would speak in two branches at once")
+                raise BadInput(f"in {topology.name!r} agent {agent!r} would run in two branches at once")
             taken[agent] = step
 
 
@@ -256,6 +268,7 @@ def _check_loop(agent_catalog: AgentCatalog, topology: Any) -> None:
 
 
 def _check_hand_off(agent_catalog: AgentCatalog, topology: Any) -> None:
+    # A hand-off is a call of a peer tool, and only agents have tools.
     for agent in topology.agents:
         if agent not in agent_catalog.agents:
             raise BadInput(f"hand-off {topology.name!r} names {agent!r}, which is a topology: agents only")
@@ -266,6 +279,7 @@ def _check_team(agent_catalog: AgentCatalog, topology: Any) -> None:
         raise BadInput(f"the leader of team {topology.name!r} must be an agent, and {topology.leader!r} is a topology")
     if not topology.workers:
         raise BadInput(f"team {topology.name!r} has no workers")
+    # The leader waits for its workers, so it must not be one of them, at any depth.
     for worker in topology.workers:
         if topology.leader in agent_catalog.members(worker):
             raise BadInput(f"in team {topology.name!r} the leader {topology.leader!r} would have to wait for itself")

@@ -1,8 +1,8 @@
-"""One rollout from its start to its end, without the log: agents speak, tools answer, events are emitted as they happen.
+"""Plays one rollout from start to end, independent of the log: events are emitted as they happen.
 
 participant (one agent: its context, turns and calls) ◄─ ensemble (agents together) ◄─ play (start, deadline, end).
-Everything that can happen ends in one RolloutEnded: an answer, a limit, the deadline, the agent's own error, or an
-infrastructure error (sandbox, server, a broken task), which is nobody's fault and is asked for again by the scheduler.
+Every outcome is one RolloutEnded: an answer, a limit, the deadline, an error of the agent, or an infrastructure error
+(sandbox, server, a broken task), which does not count against the agent and is retried by the scheduler.
 """
 
 import asyncio
@@ -14,32 +14,32 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from producers.agent import only_agent
-from producers.attempt import AttemptWriter, Emit, close_unplayed, without_world, world_hash_of
-from producers.cancellation import CancelHandle
-from producers.chat import Chat
-from producers.ensemble import Ensemble, Policies
-from producers.participant import AgentStopped, KeepBlob, Rollout
-from producers.policy import Policy, PolicyFailed
-from producers.topology import AgentCatalog
-from sandboxes.protocol import SandboxFailed
-from sandboxes.tools.tool import Tool
-from sandboxes.workbench import Workbench
-from schemas.errors import BadInput, LogUnavailable
-from schemas.events import EndedBy, RolloutEnded, RolloutRequested, RolloutStarted
-from schemas.ids import now_microseconds
-from schemas.packed import pack_tokens
+from replayground.producers.agent import only_agent
+from replayground.producers.attempt import AttemptWriter, Emit, close_unplayed, without_world, world_hash_of
+from replayground.producers.cancellation import CancelHandle
+from replayground.producers.chat import Chat
+from replayground.producers.ensemble import Ensemble, Policies
+from replayground.producers.participant import AgentStopped, KeepBlob, Rollout
+from replayground.producers.policy import Policy, PolicyFailed
+from replayground.producers.topology import AgentCatalog
+from replayground.sandboxes.protocol import SandboxFailed
+from replayground.sandboxes.tools.tool import Tool
+from replayground.sandboxes.workbench import Workbench
+from replayground.schemas.errors import BadInput, LogUnavailable
+from replayground.schemas.events import EndedBy, RolloutEnded, RolloutRequested, RolloutStarted
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.packed import pack_tokens
 
 logger = structlog.get_logger()
 
 COST_PER_TOKEN_SAMPLED = 1e-6
 COST_PER_TOKEN_READ = 1e-7
-"A price list of our own, so that cost per success can be compared between runs."
+"Prices of our own choice in no currency, so that cost per success can be compared between runs."
 
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """How it ended."""
+    """How a rollout ended."""
 
     ended_by: EndedBy
     answer: str | None = None
@@ -61,10 +61,10 @@ async def play(
     agent_catalog: AgentCatalog | None = None,
     models: Mapping[str, Policy] | None = None,
 ) -> RolloutEnded:
-    """Plays one attempt to its end, emits every message and returns the last. Closes the bench. `cancel_handle` ends it early.
-    A task whose agent is not in the catalog is played by one agent with this system prompt.
+    """Plays one attempt to its end, emits every message and returns the last. Closes the bench. `cancel_handle` ends it
+    early. A task whose agent is not in the catalog is played by one agent with `system_prompt`.
 
-    Raises only what `emit` raises, and CancelledError, after which the attempt stays without an end."""
+    Raises only what `emit` raises, and CancelledError: then the attempt has no RolloutEnded."""
     began = time.monotonic()
     task = request.task
     if agent_catalog is None or not agent_catalog.plays(task.agent):
@@ -76,6 +76,7 @@ async def play(
             task, agent_catalog, Policies(policy, models or {}, request.meta.purpose or "train"), rollout
         )
         prompt = ensemble.entry.open(task.prompt)
+    # Before RolloutStarted, which needs the prompt: close_unplayed emits a start of its own.
     except (BadInput, PolicyFailed) as error:
         return close_unplayed(attempt, worker, "infra_error", f"agent {task.agent}: {error}")
     emit(_started_event(rollout, ensemble.entry.agent.name, prompt, worker, tools_hash))
@@ -96,7 +97,7 @@ async def play(
 
 
 def hash_of_tools(tools: Mapping[str, Tool]) -> str:
-    """sha256 of all tools as the agent may call them."""
+    """sha256 of the specifications of all tools, in their order."""
     return hashlib.sha256(msgspec.json.encode([tool.specification() for tool in tools.values()])).hexdigest()
 
 
@@ -118,33 +119,39 @@ def _started_event(rollout: Rollout, agent: str, prompt: list[int], worker: str,
 
 
 async def _run_agents(rollout: Rollout, ensemble: Ensemble, cancel_handle: CancelHandle) -> _Ending:
-    """The agents at work under their deadline, with the errors of the infrastructure named."""
+    """Runs the agents under the deadline, and names infrastructure errors as such."""
     seconds_left = (rollout.attempt.request.deadline - now_microseconds()) / 1e6
     if seconds_left <= 0:
         return _Ending("infra_error", reason="the deadline had passed before a worker was free")
     try:
+        # The bench inside the timeout: it sees the cancellation, so the pool throws away a sandbox that was cut off.
         async with asyncio.timeout(seconds_left) as timeout, rollout.bench:
             cancel_handle.bind(timeout)
             return await _play_to_end(ensemble)
     except TimeoutError:
+        # A cancellation ends a rollout by moving its deadline to now.
         if cancel_handle.reason is not None:
             return _Ending("cancelled", reason=cancel_handle.reason)
-        # whoever never had the word is not to blame: a server was away for all of its time
+        # Without a single turn a server was away for the whole time: not the agent's fault (decision 0012).
         ended_by: EndedBy = "deadline" if rollout.turns_sampled else "infra_error"
         return _Ending(ended_by, reason=f"not done after {seconds_left:.1f} s")
     except PolicyFailed as error:
         return _Ending("infra_error", reason=f"policy: {error}")
     except SandboxFailed as error:
         return _Ending("infra_error", reason=f"sandbox: {error}")
+    # Not an error of the rollout: without the log nothing can be recorded, and the worker must end.
     except LogUnavailable:
         raise
-    except Exception as error:  # a job's teacher or tool may raise anything; it must not take the worker with it
+    # The teacher or a tool of a job may raise anything. It must not end the worker.
+    except Exception as error:
         logger.exception("rollout_failed", trajectory_id=rollout.attempt.request.meta.trajectory_id)
         return _Ending("infra_error", reason=f"{type(error).__name__}: {error}")
 
 
 async def _play_to_end(ensemble: Ensemble) -> _Ending:
-    """How the agents ended by themselves, which leaves their sandbox as good as new: an exception would throw it away."""
+    """Plays until the agents answer or cannot continue."""
+    # Caught inside of the bench's `async with`: an exception that leaves it makes the pool throw the sandbox away, and
+    # a limit or a mistake of the agent is no reason for that.
     try:
         return _Ending("answered", answer=await ensemble.play())
     except AgentStopped as end:

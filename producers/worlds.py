@@ -1,7 +1,7 @@
-"""Worlds of requests: a task's world stands once on the log, in its TaskSubmitted, and requests refer to it.
+"""Worlds of requests: the world of a task is on the log once, in its TaskSubmitted, and requests refer to it.
 
-A worker reads the worlds of all requests of one poll together, in the thread that polls, and keeps the ones used last: members
-of a group have the same.
+A worker reads the worlds of all requests of one poll together, in the thread that polls, and caches those used last:
+the members of a group have the same world.
 """
 
 import hashlib
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from schemas.errors import Undecodable
-from schemas.events import Address, Event, RolloutRequested, TaskSubmitted
-from streams.log.protocol import Delivery, Log
+from replayground.schemas.errors import Undecodable
+from replayground.schemas.events import Address, Event, RolloutRequested, TaskSubmitted
+from replayground.streams.log.protocol import Delivery, Log
 
 WORLDS_BYTES_KEPT = 32 * 1024 * 1024
 
@@ -24,22 +24,23 @@ class PlayableRequest:
 
     delivery: Delivery
     request: RolloutRequested | None
-    "None when the delivery holds no request"
+    "None when the delivery is not a request"
     world_missing: str | None = None
-    "why the world cannot be had"
+    "why the world cannot be read; None if it was, or the task has it inline"
 
 
 class Worlds:
-    """Belongs to one thread."""
+    """Reads and caches worlds. Belongs to one thread."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._kept: OrderedDict[str, str] = OrderedDict()
-        "by sha256, the one used last at the end"
+        "worlds by sha256, the most recently used one last"
         self._bytes = 0
 
     def fill(self, deliveries: Iterable[Delivery]) -> list[PlayableRequest]:
-        """The same requests with their worlds. Raises LogUnavailable."""
+        """The same requests with their worlds. Blocks. Raises LogUnavailable."""
+        # By hash: members of one group in a poll need one read.
         found = [(delivery, delivery.event) for delivery in deliveries]
         requests = [event for _, event in found if isinstance(event, RolloutRequested)]
         worlds = self._read({request.task.world_hash: request.world_at for request in requests if _refers(request)})
@@ -62,13 +63,14 @@ class Worlds:
         )
 
     def _read(self, wanted: dict[str, Address | None]) -> dict[str, str]:
-        """Worlds by hash; those that cannot be had are left out."""
+        """Worlds by hash; those that cannot be read are left out."""
         worlds: dict[str, str] = {}
         for sha256 in wanted.keys() & self._kept.keys():
             self._kept.move_to_end(sha256)
             worlds[sha256] = self._kept[sha256]
         places = {sha256: place for sha256, place in wanted.items() if sha256 not in worlds and place is not None}
         for sha256, event in zip(places, self._events_at(list(places.values())), strict=True):
+            # The address comes from a message. Only the hash proves that this is the world that was meant.
             if isinstance(event, TaskSubmitted) and hashlib.sha256(event.task.world.encode()).hexdigest() == sha256:
                 worlds[sha256] = event.task.world
                 self._keep(sha256, event.task.world)
@@ -79,6 +81,7 @@ class Worlds:
             return []
         try:
             return list(self._log.read_at(addresses))
+        # read_at fails as a whole: one bad address must not cost the other requests their worlds.
         except (LookupError, Undecodable):
             if len(addresses) == 1:
                 return [None]
@@ -87,6 +90,7 @@ class Worlds:
     def _keep(self, sha256: str, world: str) -> None:
         self._kept[sha256] = world
         self._bytes += len(world)
+        # The newest one stays even if it alone is over the limit: other members of its group may follow.
         while self._bytes > WORLDS_BYTES_KEPT and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
             self._bytes -= len(oldest)

@@ -1,33 +1,34 @@
-"""The public API of Replayground: what jobs, examples and notebooks import. Everything else in the distribution may change.
+"""The public API of Replayground, for jobs, examples and notebooks. Everything else in the distribution may change.
 
-Task, Score, scorer, TrajectoryAssembled    what is asked, and how an attempt is judged
-tool, Tool, ToolError, World, Table         what an agent can do, and what it finds in its sandbox
-Agent, Part, Example, Model                 who plays a task
-Series, Parallel, Loop, HandOff, Team       who works with whom
-Sandbox, Observation                        tools in a sandbox, tried by hand
+Task, Score, scorer, TrajectoryAssembled    tasks, and how an attempt is scored
+tool, Tool, ToolError, World, Table         tools of an agent, and the data in its sandbox
+Agent, Part, Example, Model                 agents and the models they use
+Series, Parallel, Loop, HandOff, Team       how agents work together
+Sandbox, Observation                        tools in a sandbox, called by hand
 Job, load_job                               a job module, loaded and checked
 Field, RunRecord, SqlResult, SubmissionResult      the runs of a field: list, query, read, add tasks
 replayground.events                         the events that Field.tail yields
 
-A name is imported when it is used first: a job module that needs Task alone does not load the sandboxes.
+A name is imported on first use: a job module that needs only Task does not load the sandboxes.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# For type checkers alone, which do not follow __getattr__. The same names as in _NAMES_BY_MODULE.
 if TYPE_CHECKING:
-    from producers.agent import Agent, Example, Model, Part
-    from producers.submission import SubmissionResult
-    from producers.topology import HandOff, Loop, Parallel, Series, Team
     from replayground.field import Field, RunRecord, SqlResult
+    from replayground.producers.agent import Agent, Example, Model, Part
+    from replayground.producers.submission import SubmissionResult
+    from replayground.producers.topology import HandOff, Loop, Parallel, Series, Team
     from replayground.sandbox import Sandbox
+    from replayground.sandboxes.tools.tool import Tool, ToolError, tool
+    from replayground.sandboxes.workbench import Observation
+    from replayground.sandboxes.worlds.world import Table, World
+    from replayground.schemas.errors import BadInput, ReplaygroundError
+    from replayground.schemas.events import Task, TrajectoryAssembled
+    from replayground.schemas.job import Job, Score, Scorer, load_job
     from replayground.scoring import scorer
-    from sandboxes.tools.tool import Tool, ToolError, tool
-    from sandboxes.workbench import Observation
-    from sandboxes.worlds.world import Table, World
-    from schemas.errors import BadInput, ReplaygroundError
-    from schemas.events import Task, TrajectoryAssembled
-    from schemas.job import Job, Score, Scorer, load_job
 
 __all__ = [
     "Agent",
@@ -61,31 +62,35 @@ __all__ = [
     "tool",
 ]
 
+# Names of modules, not imports: importing the package must stay cheap, because every job module does it.
 _NAMES_BY_MODULE = {
-    "producers.agent": ("Agent", "Example", "Model", "Part"),
-    "producers.submission": ("SubmissionResult",),
-    "producers.topology": ("HandOff", "Loop", "Parallel", "Series", "Team"),
+    "replayground.producers.agent": ("Agent", "Example", "Model", "Part"),
+    "replayground.producers.submission": ("SubmissionResult",),
+    "replayground.producers.topology": ("HandOff", "Loop", "Parallel", "Series", "Team"),
     "replayground.field": ("Field", "RunRecord", "SqlResult"),
     "replayground.sandbox": ("Sandbox",),
     "replayground.scoring": ("scorer",),
-    "sandboxes.tools.tool": ("Tool", "ToolError", "tool"),
-    "sandboxes.workbench": ("Observation",),
-    "sandboxes.worlds.world": ("Table", "World"),
-    "schemas.errors": ("BadInput", "ReplaygroundError"),
-    "schemas.events": ("Task", "TrajectoryAssembled"),
-    "schemas.job": ("Job", "Score", "Scorer", "load_job"),
+    "replayground.sandboxes.tools.tool": ("Tool", "ToolError", "tool"),
+    "replayground.sandboxes.workbench": ("Observation",),
+    "replayground.sandboxes.worlds.world": ("Table", "World"),
+    "replayground.schemas.errors": ("BadInput", "ReplaygroundError"),
+    "replayground.schemas.events": ("Task", "TrajectoryAssembled"),
+    "replayground.schemas.job": ("Job", "Score", "Scorer", "load_job"),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
-if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name for a public one
+# Hidden from type checkers: with a module __getattr__ in sight they accept every name.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULE_BY_NAME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
+        # Kept, so that __getattr__ is called only once for each name.
         globals()[name] = value
         return value
 
 
 def __dir__() -> list[str]:
+    # Also names that were not used yet, for completion in a notebook.
     return sorted({*globals(), *__all__})

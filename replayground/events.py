@@ -1,6 +1,6 @@
-"""The events of the log, by the names that `Field.tail(types=…)` takes. Fields: docs/topics.md and the classes themselves."""
+"""The events of the log, by the names that `Field.tail(types=…)` takes. Their fields: docs/reference/events.md."""
 
-from schemas.events import (
+from replayground.schemas.events import (
     AgentMessaged,
     AttemptEnded,
     BatchCut,
@@ -28,6 +28,7 @@ from schemas.events import (
     WorkerSeen,
 )
 
+# Named here, so that a star import and type checkers take these as the public names of this module.
 __all__ = [
     "AgentMessaged",
     "AttemptEnded",

@@ -1,4 +1,4 @@
-"""A field from Python: what `replayground runs`, `sql`, `tail` and `submit` do, by the same functions."""
+"""A field from Python: the same functions as the commands `replayground runs`, `sql`, `tail` and `submit`."""
 
 import math
 import os
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
-from deploy.field import existing_field
-from deploy.operate.requests import listed_runs, read_log, select, submit_lines
-from deploy.operate.tail import EventFilter, topics_of
-from deploy.options import FIELD, FIELD_VARIABLE, echo_error
-from deploy.traces_client import RunEntry
-from producers.submission import SubmissionResult
-from schemas.events import Event, Task
-from streams.log.protocol import Delivery
+from replayground.deploy.field import existing_field
+from replayground.deploy.operate.requests import listed_runs, read_log, select, submit_lines
+from replayground.deploy.operate.tail import EventFilter, topics_of
+from replayground.deploy.options import FIELD, FIELD_VARIABLE, echo_error
+from replayground.deploy.traces_client import RunEntry
+from replayground.producers.submission import SubmissionResult
+from replayground.schemas.events import Event, Task
+from replayground.streams.log.protocol import Delivery
 
+# Optional: neither is a dependency of the distribution, and both are imported where they are used.
 if TYPE_CHECKING:
     import pandas
     import pyarrow
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run of a field, as the trace store has it."""
+    """One run of a field, from the trace store."""
 
     run_id: str
     job: str
@@ -43,12 +44,12 @@ class RunRecord:
     steps_target: int | None
     "None = until stopped"
     pass_at_1: float | None
-    "share of held-out tasks solved, by the newest complete evaluation at temperature 1"
+    "share of held-out tasks solved in the newest complete evaluation at temperature 1; None before the first one"
 
 
 @dataclass(frozen=True)
 class SqlResult:
-    """Columns and rows of a SELECT. Dates and other types that JSON does not have are text.
+    """Columns and rows of a SELECT. Dates and other types that JSON does not have are strings.
 
     >>> result = SqlResult(columns=("type", "events"), rows=[("RunStarted", 2), ("RunEnded", 1)])
     >>> len(result), result.to_pandas()["events"].sum().item()
@@ -60,7 +61,7 @@ class SqlResult:
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
     truncated: bool = False
-    "the field returns at most [traces] sql_rows_max rows (10,000 unless set); True when there were more"
+    "True when there were more than [traces] sql_rows_max rows (10,000 unless set), of which only so many are returned"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -69,15 +70,16 @@ class SqlResult:
         return iter(self.rows)
 
     def to_arrow(self) -> "pyarrow.Table":
-        """A table of Arrow. Raises ImportError without pyarrow."""
+        """The result as an Arrow table. Raises ImportError without pyarrow."""
         try:
             import pyarrow
         except ImportError as error:
             raise ImportError("to_arrow needs pyarrow: install it beside replayground") from error
+        # By position, not by name: a SELECT may return two columns of the same name.
         return pyarrow.table([pyarrow.array(column) for column in self._by_column()], names=list(self.columns))
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A data frame. Raises ImportError without pandas."""
+        """The result as a data frame. Raises ImportError without pandas."""
         try:
             import pandas
         except ImportError as error:
@@ -91,19 +93,22 @@ class SqlResult:
 class Field:
     """A field: its runs, its trace store and its log. Nothing is started or opened before a method is called.
 
-    A field that is down is started for the time of a call and stopped again, as by the command line: its trace store for
-    `runs` and `sql`, all of it for `tail`. Each start takes seconds, so `replayground up` is worth it before many calls.
-    Runs are named by any beginning of their id. All methods raise BadInput, with one line that says what to do.
+    A field that is down is started for the time of a call and stopped again, as by the command line: its trace store
+    for `runs` and `sql`, all of it for `tail`. Each start takes seconds, so run `replayground up` before many calls.
+    Runs are named by any prefix of their id. Methods block. They raise BadInput with one line that says what to do,
+    and other ReplaygroundErrors when a part of the field does not start or cannot be reached.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """The field in this folder. Raises BadInput when there is none."""
         self.path = Path(path)
+        # Fails here and not in the first call, which may come much later in a notebook.
         existing_field(self.path)
 
     @classmethod
     def open(cls) -> Self:
-        """The field that the command line uses: $REPLAYGROUND_FIELD, else the folder `field` here."""
+        """The field that the command line uses: $REPLAYGROUND_FIELD, else `field` in the current folder."""
+        # `or`: a variable that is set to nothing counts as not set.
         return cls(os.environ.get(FIELD_VARIABLE) or FIELD)
 
     def __repr__(self) -> str:
@@ -114,7 +119,7 @@ class Field:
         return [_record(run) for run in listed_runs(self.path, echo_error)]
 
     def sql(self, text: str, run: str | None = None) -> SqlResult:
-        """The answer of the trace store to one SELECT, over all runs or one. docs/python_api.md names the tables."""
+        """The result of one SELECT on the trace store, over all runs or one. docs/python_api.md lists the tables."""
         return _result(select(self.path, text, run, echo_error))
 
     def tail(
@@ -128,23 +133,27 @@ class Field:
         last: int | None = None,
         follow: bool = False,
     ) -> Iterator[Event]:
-        """Events of the log, decoded, in the order of each partition; messages that cannot be decoded are passed over.
+        """Events of the log, decoded, in the order of each partition; messages that cannot be decoded are skipped.
 
-        topics      names of topics; without any, all but `control`
-        types       names of events, such as "StepTaken"; without any, all
-        task        the beginning of a task's id; `trajectory` likewise
-        last        begin so many messages before the end of each partition, instead of at the beginning
-        follow      wait for more at the end, instead of ending there
+        topics      names of topics; by default all but `control`, which holds the heartbeats
+        types       names of events, such as "StepTaken"; by default all
+        task        prefix of a task's id; `trajectory` likewise
+        last        start so many messages before the end of each partition, instead of at the beginning
+        follow      wait for more at the end, instead of stopping there
+
+        A field that was started for it is stopped when the iterator is exhausted or closed.
         """
+        # Checked here: the rest runs only when the first event is asked for.
         names = topics_of([topics] if isinstance(topics, str) else topics)
         wanted = EventFilter(None, task, trajectory, frozenset(types))
         return _events(read_log(self.path, names, wanted, run, last, lambda: follow, echo_error))
 
     def submit(self, tasks: Iterable[Task | Mapping[str, Any]], run: str | None = None) -> SubmissionResult:
-        """Adds tasks to an active run: to the only one, unless `run` names it. The field must be up.
+        """Adds tasks to an active run: to the one that `run` names, else to the only one. The field must be up.
 
-        A mapping holds the fields of a line of `replayground submit`. A Task of split "heldout" is evaluated, any other is
-        trained on. All are checked before any is submitted; what the run has already is left out."""
+        A mapping has the fields of a line of `replayground submit`. A Task of split "heldout" is evaluated, any other
+        is trained on. All are checked before any is submitted; tasks that the run already has are skipped."""
+        # As lines of JSONL: they go through the same checks as a file given to the command.
         lines = [msgspec.json.encode(_line(task) if isinstance(task, Task) else task) for task in tasks]
         return submit_lines(self.path, lines, run, "tasks")[1]
 
@@ -158,12 +167,14 @@ def _record(run: RunEntry) -> RunRecord:
         started_at=datetime.fromtimestamp(run.started_at / 1e6, UTC),
         started_by=run.started_by,
         steps=run.steps,
+        # The trace store has 0 for a run without a last step.
         steps_target=run.steps_target or None,
         pass_at_1=run.pass_at_1,
     )
 
 
 def _result(answer: Mapping[str, Any]) -> SqlResult:
+    # By column, since only a whole column shows whether its strings are numbers.
     columns = [_with_numbers([row[place] for row in answer["rows"]]) for place in range(len(answer["columns"]))]
     return SqlResult(
         columns=tuple(str(column) for column in answer["columns"]),
@@ -172,11 +183,13 @@ def _result(answer: Mapping[str, Any]) -> SqlResult:
     )
 
 
+# As the traces program writes them (consumers.dashboard.web).
 _NUMBERS_AS_TEXT = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _with_numbers(column: list[Any]) -> list[Any]:
-    """JSON has no word for these three numbers, so they come as text. A column of text alone is left as it is."""
+    """Turns NaN and the infinities, which JSON does not have, from strings back into numbers."""
+    # In a column without a number, "nan" and "inf" are taken as ordinary text.
     if not any(isinstance(cell, float) for cell in column):
         return column
     return [_NUMBERS_AS_TEXT.get(cell, cell) if isinstance(cell, str) else cell for cell in column]
@@ -189,7 +202,8 @@ def _events(deliveries: Iterator[Delivery]) -> Iterator[Event]:
 
 
 def _line(task: Task) -> dict[str, Any]:
-    """A task as a line of JSONL. Only the copies of a task on the log refer to their world by its hash."""
+    """A task as a line of JSONL."""
     line: dict[str, Any] = msgspec.to_builtins(task)
+    # Only for copies of a task on the log, which refer to their world by its hash; a line has no such field.
     del line["world_hash"]
     return line | {"purpose": "eval" if task.split == "heldout" else "train"}

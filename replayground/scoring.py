@@ -1,11 +1,11 @@
-"""`@scorer`: makes a Scorer of a function."""
+"""`@scorer`: turns a function into a Scorer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import overload
 
-from schemas.events import TrajectoryAssembled
-from schemas.job import Score
+from replayground.schemas.events import TrajectoryAssembled
+from replayground.schemas.job import Score
 
 type Judge = Callable[[TrajectoryAssembled], Score | float]
 
@@ -20,6 +20,7 @@ class FunctionScorer:
 
     def score(self, trajectory: TrajectoryAssembled) -> Score:
         judged = self.judge(trajectory)
+        # float(): a function may return a bool or an int.
         return judged if isinstance(judged, Score) else Score(score=float(judged))
 
 
@@ -28,10 +29,10 @@ def scorer(function: Judge) -> FunctionScorer: ...
 @overload
 def scorer(*, version: str = ...) -> Callable[[Judge], FunctionScorer]: ...
 def scorer(function: Judge | None = None, *, version: str = "1") -> FunctionScorer | Callable[[Judge], FunctionScorer]:
-    """Make a scorer of a function from a trajectory to a Score or a number. It is named after the function.
+    """Turn a function from a trajectory to a Score or a number into a scorer, named after the function.
 
-    The function must be pure: the same trajectory always gets the same score. Change `version` whenever it judges
-    differently, so that scores of before and after can be told apart.
+    The function must be pure: the same trajectory always gets the same score. Change `version` whenever the scores
+    change, so that older and newer ones can be told apart.
 
     >>> from replayground import Score, scorer
     >>> @scorer
@@ -47,4 +48,5 @@ def scorer(function: Judge | None = None, *, version: str = "1") -> FunctionScor
     def make(function: Judge) -> FunctionScorer:
         return FunctionScorer(name=function.__name__, version=version, judge=function)
 
+    # Without brackets (@scorer) the function is passed here; with them (@scorer(version=…)) it comes in the next call.
     return make if function is None else make(function)

@@ -1,4 +1,7 @@
-"""What one sandbox may use. Backends enforce these; each backend's docstring says which it cannot."""
+"""Resource limits of one sandbox, and of all on a machine together. Backends enforce them; a backend's docstring lists
+those that it cannot."""
+
+from typing import Annotated
 
 import msgspec
 
@@ -30,4 +33,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def snapshot_bytes_max(self) -> int:
         """Length of a snapshot: a full disk, and what a tar adds for every file."""
+        # A tar adds a header of 512 bytes to each entry and pads its data to 512; a PAX header for a long name costs
+        # two more blocks. The constant covers the end-of-archive padding.
         return self.disk_bytes_max + 2048 * self.inodes_max + 16 * 1024
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ceilings of all sandboxes on this machine together, where there is a cgroup. What is left is for everything else:
+    the broker, the model server, the trainer. A lease waits while another sandbox may not fit."""
+
+    memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    """Of the memory of this machine, or of the cgroup that this program is in if that is less."""
+    cpu_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.75
+    """Of the time of all cores."""
+    processes_max: Annotated[int, msgspec.Meta(ge=1)] = 8192
+    """Processes and threads alive at the same time."""
+    disk_read_bytes_per_second_max: Annotated[int, msgspec.Meta(ge=1)] = 256 * MEBIBYTE
+    """From the disk that /usr is on, where the cgroup controller for block devices is there."""

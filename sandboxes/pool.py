@@ -1,11 +1,11 @@
-"""A bounded set of warm sandboxes, leased one owner at a time.
+"""A bounded set of warm sandboxes, each leased to one owner at a time.
 
-An owner takes a place. A place has a sandbox for the agent's code and, if it is asked for, one *apart*, in which no code
-of the agent ever runs. Both belong to the place, so nobody holds one and waits for another.
+An owner leases a slot. A slot has a sandbox for the agent's code and, on demand, a second one *apart*, in which no code
+of the agent ever runs. Both belong to the slot: an owner of one never waits for the other, so owners cannot deadlock.
 
-A sandbox comes back to the pool only after it has reset itself, which happens behind the leaser's back. It is thrown
-away, and the place opens a new one on demand, when the lease ended in an exception, ran out of time, or the sandbox
-cannot prove itself clean.
+A sandbox is reset in the background after its lease and returns to the pool only if the reset verified that it is
+clean. It is closed, and the slot opens a new one on demand, when the lease ended in an exception, when it expired, or
+when the reset failed.
 """
 
 import asyncio
@@ -15,29 +15,43 @@ from collections.abc import AsyncIterator, Coroutine
 from types import TracebackType
 from typing import Any, Self
 
-from sandboxes.protocol import Backend, Sandbox, SandboxFailed
+from replayground.sandboxes.protocol import Backend, Sandbox, SandboxFailed
 
 logger = logging.getLogger(__name__)
 
+ROOM_POLL_SECONDS = 0.05
+
 
 class Lease:
-    """What one owner has leased. Its sandboxes are opened when they are first asked for."""
+    """The exclusive use of one slot by one owner. Its sandboxes are opened at the first request."""
 
     def __init__(self, pool: "Pool", slot: int) -> None:
         self.slot = slot
         self.sandboxes: dict[int, Sandbox] = {}
-        """Those that the owner has had, by the number that the backend knows them by."""
+        """The sandboxes opened so far, by the slot number that the backend was given."""
         self._pool = pool
         self._has_expired = False
 
     async def sandbox(self, apart: bool = False) -> Sandbox:
-        """The place's sandbox, the same one each time. SandboxFailed when none can be opened, or the lease ran out."""
-        if self._has_expired:
-            raise SandboxFailed("the lease has run out")
+        """The sandbox of this slot, the same each time. SandboxFailed if it cannot be opened or the lease has expired."""
+        self._check_time()
+        # Backends number sandboxes from 0; those apart follow after all ordinary ones.
         number = self.slot + (self._pool.size if apart else 0)
         if number not in self.sandboxes:
-            self.sandboxes[number] = await self._pool.open_sandbox(number)
+            sandbox = await self._pool.open_sandbox(number, apart)
+            # Kept in any case, so that giving the lease back ends it.
+            self.sandboxes[number] = sandbox
+            # It may have run out while the sandbox was being opened: `expire` could not close what was not there yet.
+            try:
+                self._check_time()
+            except SandboxFailed:
+                await sandbox.close()
+                raise
         return self.sandboxes[number]
+
+    def _check_time(self) -> None:
+        if self._has_expired:
+            raise SandboxFailed("the lease has run out")
 
     def expire(self) -> None:
         self._has_expired = True
@@ -45,17 +59,18 @@ class Lease:
 
 
 class Pool:
-    """At most `size` places with sandboxes of one backend. Use `async with`, or `start` and `close`."""
+    """At most `size` slots with sandboxes of one backend. Use `async with`, or `start` and `close`."""
 
     def __init__(self, backend: Backend, size: int, warm: int | None = None) -> None:
-        """In `warm` places a sandbox is opened by `start`, in the others on demand; None = in all."""
+        """`start` opens sandboxes in the first `warm` slots (None: in all); the other slots open theirs on demand."""
         if size < 1:
             raise ValueError(f"a pool needs at least one slot, not {size}")
         self.backend = backend
         self.size = size
         self.leased: dict[int, str] = {}
-        """Owner by slot, for those who watch."""
+        """Owner by slot, for metrics and tests."""
         self._warm = size if warm is None else min(warm, size)
+        # Last in, first out: a slot that was just used has a warm sandbox, an unused one may not have any yet.
         self._free: asyncio.LifoQueue[int] = asyncio.LifoQueue()
         self._sandboxes: dict[int, Sandbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -64,7 +79,8 @@ class Pool:
             self._free.put_nowait(slot)
 
     async def start(self) -> None:
-        """Open the warm sandboxes, one after another, so that a machine that cannot says so once. Raises as `open`."""
+        """Open the warm sandboxes. Raises what `Backend.open` raises."""
+        # One after another, so that a machine that cannot open sandboxes reports it once and not once for each slot.
         for slot in range(self._warm):
             if slot not in self._sandboxes:
                 self._sandboxes[slot] = await self.backend.open(slot)
@@ -84,8 +100,9 @@ class Pool:
 
     @contextlib.asynccontextmanager
     async def reserve(self, *, owner: str, seconds: float) -> AsyncIterator[Lease]:
-        """A place for this owner; waits while all are taken. After `seconds` its sandboxes are closed under the owner,
-        whose next call then raises SandboxFailed. SandboxFailed too when the pool is closed."""
+        """Lease a slot; waits while all are taken, or while the machine has no room for one more. After `seconds` its
+        sandboxes are closed and the owner's next call raises SandboxFailed. Raises SandboxFailed when the pool is
+        closed."""
         slot = await self._take()
         lease = Lease(self, slot)
         self.leased[slot] = owner
@@ -97,13 +114,14 @@ class Pool:
         finally:
             expiry.cancel()
             del self.leased[slot]
+            # In the background: the owner may have been cancelled, and it should not wait for the reset.
             self._in_background(self._give_back(lease, healthy))
 
     @contextlib.asynccontextmanager
     async def lease(self, *, owner: str, seconds: float, snapshot: bytes | None = None) -> AsyncIterator[Sandbox]:
-        """A place's sandbox for the agent's code: clean, or with the files of a snapshot.
+        """Lease a slot and open its sandbox for the agent's code: empty, or with the files of a snapshot.
 
-        Raises as `reserve` does; SandboxFailed when none can be opened; OSError when the snapshot is refused."""
+        Raises as `reserve` does; SandboxFailed when no sandbox can be opened; OSError when the snapshot is refused."""
         async with self.reserve(owner=owner, seconds=seconds) as lease:
             sandbox = await lease.sandbox()
             if snapshot is not None:
@@ -111,7 +129,8 @@ class Pool:
             yield sandbox
 
     async def close(self) -> None:
-        """End every sandbox, leased or not. Idempotent."""
+        """Close every sandbox, leased or not. Waits for resets that are under way. Idempotent."""
+        # First, so that no waiter of `_take` gets a slot while the resets are awaited.
         self._closed = True
         await self.settle()
         sandboxes, self._sandboxes = list(self._sandboxes.values()), {}
@@ -123,16 +142,21 @@ class Pool:
         return list(self._sandboxes.values())
 
     async def settle(self) -> None:
-        """Return when no sandbox is being reset or thrown away."""
+        """Wait until no sandbox is being reset or closed in the background."""
+        # A loop: while these are awaited, further leases may end and start more.
         while pending := {task for task in self._tasks if not task.done()}:
             await asyncio.wait(pending)
 
     async def _take(self) -> int:
-        """A free slot. While we wait the pool may close; whoever waits behind us must learn it too."""
+        """Wait for a free slot and for room. Raises SandboxFailed when the pool was closed meanwhile."""
         slot = await self._free.get()
         try:
+            # A pool without a lease goes ahead in any case: what it would wait for may never end.
+            while not self._closed and self.leased and not self.backend.has_room():  # noqa: ASYNC110  # nobody tells
+                await asyncio.sleep(ROOM_POLL_SECONDS)
             self._check_open()
-        except SandboxFailed:
+        except BaseException:
+            # Put back, so that the next waiter wakes up and sees the closed pool too; otherwise it waits for ever.
             self._free.put_nowait(slot)
             raise
         return slot
@@ -141,8 +165,8 @@ class Pool:
         if self._closed:
             raise SandboxFailed("the pool is closed")
 
-    async def open_sandbox(self, number: int) -> Sandbox:
-        """The sandbox of this number, or a new one when there is none or it died while nobody used it."""
+    async def open_sandbox(self, number: int, apart: bool) -> Sandbox:
+        """The sandbox of this number; a new one when there is none or it died while idle. Raises as `Backend.open`."""
         sandbox = self._sandboxes.get(number)
         if sandbox is not None and not sandbox.is_alive:
             logger.warning("idle_sandbox_died", extra={"sandbox": sandbox.sandbox_id})
@@ -151,7 +175,12 @@ class Pool:
             sandbox = None
         if sandbox is None:
             self._check_open()
-            sandbox = self._sandboxes[number] = await self.backend.open(number)
+            sandbox = await self.backend.open(number, apart)
+            # The pool was closed meanwhile, and `close` could not know of this one.
+            if self._closed:
+                await sandbox.close()
+                self._check_open()
+            self._sandboxes[number] = sandbox
         return sandbox
 
     def expire(self, lease: Lease) -> None:
@@ -160,15 +189,19 @@ class Pool:
             self._in_background(sandbox.close())
 
     async def _give_back(self, lease: Lease, healthy: bool) -> None:
-        """Reset or throw away, then free the slot, whatever happens."""
-        try:
-            for number, sandbox in lease.sandboxes.items():
-                await self._clean(number, sandbox, healthy)
-        finally:
-            self._free.put_nowait(lease.slot)
+        """Reset or close the sandboxes of a lease, then free its slot."""
+        # Each by itself: an error with one must not leave the other in the pool as it is.
+        cleaning = (self._clean(number, sandbox, healthy) for number, sandbox in lease.sandboxes.items())
+        ends = await asyncio.gather(*cleaning, return_exceptions=True)
+        # Also after an error: a slot that is not freed shrinks the pool for ever.
+        self._free.put_nowait(lease.slot)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
 
     async def _clean(self, number: int, sandbox: Sandbox, healthy: bool) -> None:
-        """It is the pool's again only when it has proved itself clean."""
+        """Return a sandbox to the pool if its reset verified that it is clean; close it otherwise."""
+        # Removed before the reset: should the reset raise, nobody is given a sandbox in an unknown state.
         self._sandboxes.pop(number, None)
         is_clean = False
         try:
@@ -183,6 +216,7 @@ class Pool:
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
+        # The event loop keeps only weak references to tasks.
         self._tasks.add(task)
         task.add_done_callback(self._on_finished)
 

@@ -1,41 +1,46 @@
-"""What one rollout works with: its tools, its world, its weather, and sandboxes that open at the first call.
+"""What one rollout works with: tools, world, perturbations, and sandboxes that are opened at the first call.
 
-Tools *apart* (sql, kv) run in a sandbox of their own, in which no code of the agent ever runs. The tables or keys of the
-world that they need are there and nowhere else: the agent cannot read them around the weather, or change what is answered.
+Tools *apart* (sql, kv) run in a second sandbox, in which no code of the agent ever runs. The tables or keys of the
+world that they need exist only there: the agent's code cannot read them past the perturbations, nor change them.
 
-A tool that works outside the sandbox (sandboxes.outside) is called, checked and perturbed like any other; who serves it
-is opened at its first call too, and all are closed together.
+A tool that runs outside the sandbox (sandboxes.outside) is validated and perturbed like any other. Its session is
+opened at its first call. Leaving the workbench closes all sessions and returns the sandboxes.
 
     async with Workbench(pool, toolset(["sql", "kv", "python"]), world, seed=7, owner=trajectory_id) as bench:
         observation = await bench.call("sql", {"query": "select 1"})
 
-An error of the agent or of a tool is an observation. `SandboxFailed` is raised: the rollout has ended by infra_error.
+An error of the agent or of a tool is an observation. `SandboxFailed` is raised: the rollout ends by infra_error. Nothing
+that an agent writes into a call raises it: arguments are bounded in depth and length before anything else reads them.
 """
 
 import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
-from sandboxes.outside.calls import OutsideCalls
-from sandboxes.outside.contract import OutsideTool, RolloutHandle
-from sandboxes.pool import Lease, Pool
-from sandboxes.protocol import Blob, ErrorKind, Sandbox, SandboxFailed, ToolResult
-from sandboxes.tools.schema import complaint
-from sandboxes.tools.tool import Tool, parts_apart
-from sandboxes.worlds import perturbations
-from sandboxes.worlds.world import World, set_up_world
+from replayground.sandboxes.limits import MEBIBYTE
+from replayground.sandboxes.outside.calls import OutsideCalls
+from replayground.sandboxes.outside.contract import OutsideTool, RolloutHandle
+from replayground.sandboxes.pool import Lease, Pool
+from replayground.sandboxes.protocol import Blob, ErrorKind, Sandbox, SandboxFailed, ToolResult
+from replayground.sandboxes.tools.schema import complaint
+from replayground.sandboxes.tools.tool import Tool, parts_apart
+from replayground.sandboxes.worlds import perturbations
+from replayground.sandboxes.worlds.world import World, set_up_world
 
 EMPTY_WORLD = World(name="empty")
+# Far below where the encoders here and inside raise a RecursionError, which depends on who calls them.
+ARGUMENTS_DEPTH_MAX = 100
+ARGUMENTS_BYTES_MAX = 4 * MEBIBYTE
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """What the agent is shown of a call, and what an event records of it."""
+    """What the agent reads after a call, and what the event records about it."""
 
     content: str
     is_error: bool
@@ -46,16 +51,17 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class PreparedSandbox:
-    """One of the two sandboxes of a rollout, and what has happened in it."""
+    """One of the two sandboxes of a rollout: which parts of the world it has, and whether the agent did anything in it."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
         self.parts_set_up: set[str] = set()
-        self.calls_run = 0
+        self.is_touched = False
+        """A call ran in it, or a tool outside put a file there under a name of the agent's choice."""
 
 
 class Workbench:
-    """The tools of one rollout. Calls are made one after another."""
+    """The tools of one rollout. The caller makes one call at a time."""
 
     def __init__(
         self,
@@ -77,12 +83,13 @@ class Workbench:
         self._lease = contextlib.AsyncExitStack()
         self._sandbox_lease: Lease | None = None
         self._prepared: dict[bool, PreparedSandbox] = {}
-        """The room apart, and the agent's own."""
+        """True: the sandbox apart. False: the one for the agent's code."""
         self._parts_apart = parts_apart(self.tools.values())
         self._calls = 0
         self._times_called: Counter[bytes] = Counter()
         rollout_handle = RolloutHandle(owner=owner, world=self.world, get_file=self._get_file, put_file=self._put_file)
         self._outside = OutsideCalls(rollout_handle)
+        # Pushed before any lease: the stack unwinds in reverse, so the sandboxes are released first.
         self._lease.push_async_callback(self._outside.close)
 
     @property
@@ -95,48 +102,60 @@ class Workbench:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Give the sandboxes back. After an exception the pool throws them away."""
+        """Return the sandboxes and close the tool sessions. After an exception the pool closes the sandboxes."""
         self._sandbox_lease = None
         self._prepared.clear()
         await self._lease.__aexit__(kind, error, traceback)
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Observation:
-        """Validate, draw the weather, run, change. Raises SandboxFailed only."""
+    async def call(self, tool: str, arguments: Mapping[str, Any], session: str = "") -> Observation:
+        """Validate the call, draw its perturbation, run it, apply the perturbation. Raises SandboxFailed only.
+
+        `session` is the agent that calls, where several share this workbench."""
+        # The position of the call in the rollout, refused calls included: the draws and the key depend on it.
         index, self._calls = self._calls, self._calls + 1
         refusal = self._refusal(tool, arguments)
         if refusal is not None:
             return Observation(f"error: {refusal}", True, "agent", None, 0.0)
         trouble = perturbations.draw_perturbation(self.world.perturbations, self._seed, index, tool, arguments)
         await asyncio.sleep(trouble.wait_milliseconds / 1000)
+        # A busy call never reaches the tool, so it opens no sandbox.
         if trouble.is_busy:
             perturbation = perturbations.record(trouble, (), None)
             return Observation(perturbations.BUSY_CONTENT, True, "tool", perturbation, trouble.wait_milliseconds)
-        result = await self._run(tool, arguments, index)
+        result = await self._run(tool, arguments, index, session)
         return self._observe(result, trouble, tool, arguments)
 
     def _refusal(self, tool: str, arguments: Mapping[str, Any]) -> str | None:
         if tool not in self.tools:
-            return f"there is no tool {tool!r}; the tools are {', '.join(self.tools)}"
+            return f"there is no tool {tool[:80]!r}; the tools are {', '.join(self.tools)}"
+        if is_deeper_than(arguments, ARGUMENTS_DEPTH_MAX):
+            return f"the arguments are nested more than {ARGUMENTS_DEPTH_MAX} deep"
         try:
-            msgspec.json.encode(arguments)
-        except (UnicodeEncodeError, OverflowError, RecursionError, TypeError) as error:  # half a surrogate pair
+            length = len(msgspec.json.encode(arguments))
+        # Half a surrogate pair, an integer beyond 64 bits.
+        except (UnicodeEncodeError, OverflowError, TypeError) as error:
             return f"the arguments cannot be sent as JSON: {error}"
+        if length > ARGUMENTS_BYTES_MAX:
+            return f"the arguments are longer than {ARGUMENTS_BYTES_MAX} bytes"
         chosen = self.tools[tool]
+        # The session of such a tool validates against the whole JSON schema; `complaint` only knows types.
         if isinstance(chosen, OutsideTool) and chosen.checks_arguments:
             return None
         return complaint(tool, chosen.parameters, arguments)
 
-    async def _run(self, tool: str, arguments: Mapping[str, Any], index: int) -> ToolResult:
+    async def _run(self, tool: str, arguments: Mapping[str, Any], index: int, session: str) -> ToolResult:
         chosen = self.tools[tool]
         if isinstance(chosen, OutsideTool):
             return await self._outside.call(chosen, arguments, f"call-{index}")
         started = time.perf_counter()
         prepared = await self._open(chosen.apart)
+        # A part that some tool keeps apart is never put into the sandbox of the agent's code.
         failed = await self._set_up(prepared, chosen.needs if chosen.apart else chosen.needs - self._parts_apart, index)
         if failed is not None:
             return failed
-        prepared.calls_run += 1
-        result = await prepared.sandbox.call(tool, arguments, f"call-{index}")
+        prepared.is_touched = True
+        # No code of an agent runs apart, so there all share one session.
+        result = await prepared.sandbox.call(tool, arguments, f"call-{index}", "" if chosen.apart else session)
         return msgspec.structs.replace(result, milliseconds=(time.perf_counter() - started) * 1000)
 
     async def _open(self, apart: bool = False) -> PreparedSandbox:
@@ -152,10 +171,13 @@ class Workbench:
         return await (await self._open_with_files()).get(path)
 
     async def _put_file(self, path: str, data: bytes) -> None:
-        await (await self._open_with_files()).put(path, data)
+        sandbox = await self._open_with_files()
+        # The file may stand where a part of the world is to be set up later.
+        self._prepared[False].is_touched = True
+        await sandbox.put(path, data)
 
     async def _open_with_files(self) -> Sandbox:
-        """The sandbox with the world's files in it, for a tool outside. OSError when the agent spoilt it."""
+        """The agent's sandbox with the world's files in it, for a tool outside. OSError when they cannot be set up."""
         prepared = await self._open()
         failed = await self._set_up(prepared, frozenset({"files"}), self._calls - 1)
         if failed is not None:
@@ -163,8 +185,10 @@ class Workbench:
         return prepared.sandbox
 
     async def _set_up(self, prepared: PreparedSandbox, needs: frozenset[str], index: int) -> ToolResult | None:
-        """Put what a tool needs of the world into a room, once. The failed result, if the agent spoilt it."""
+        """Put the parts of the world that a tool needs into a sandbox, once. Returns the failed result if the agent
+        made that impossible, None otherwise. Raises SandboxFailed when nothing of the agent has reached it yet."""
         missing = sorted(needs - prepared.parts_set_up)
+        # Marked before the call: a part that is empty in this world needs none.
         prepared.parts_set_up.update(missing)
         parts = {name: part for name in missing if (part := self.world.part(name))}
         if not parts:
@@ -172,10 +196,11 @@ class Workbench:
         result = await prepared.sandbox.call(set_up_world.name, parts, f"world-{index}")
         if not result.is_error:
             return None
-        if prepared.calls_run == 0:
+        if not prepared.is_touched:
             raise SandboxFailed(f"world {self.world.name}: {result.content}")
+        # The agent may have filled the disk or taken a name: an agent error. The next call tries again.
         prepared.parts_set_up.difference_update(missing)
-        return result  # code of the agent ran before, and may have filled the disk: its own doing
+        return result
 
     def _observe(
         self, result: ToolResult, trouble: perturbations.Perturbation, tool: str, arguments: Mapping[str, Any]
@@ -184,6 +209,7 @@ class Workbench:
         times_called_before = self._times_called[call]
         self._times_called[call] += 1
         changed = perturbations.ChangedContent(result.content, ())
+        # Content rules change results only; an error reaches the agent as it is.
         if not result.is_error:
             changed = perturbations.change(trouble, result.content, times_called_before)
         return Observation(
@@ -194,3 +220,17 @@ class Workbench:
             milliseconds=result.milliseconds + trouble.wait_milliseconds,
             blobs=result.blobs,
         )
+
+
+def is_deeper_than(value: Any, depth_max: int) -> bool:
+    """Whether lists and objects are nested deeper than this. Without recursion, and in one step for each level."""
+    level = [value]
+    for _ in range(depth_max):
+        level = [inner for outer in level if isinstance(outer, Mapping | list | tuple) for inner in values_of(outer)]
+        if not level:
+            return False
+    return any(isinstance(value, Mapping | list | tuple) for value in level)
+
+
+def values_of(outer: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, Mapping) else outer

@@ -1,6 +1,6 @@
-"""ACLs of a field on a Kafka cluster, made from the table of programs: each program may do what it is declared to do.
+"""ACLs of a field on a Kafka cluster, generated from schemas.programs: each program may do what it declares.
 
-    python -m schemas.acls [--prefix PREFIX] [--principal PATTERN] [--format shell|json]
+    python -m replayground.schemas.acls [--prefix PREFIX] [--principal PATTERN] [--format shell|json]
 
 Every program authenticates as a principal of its own; `{program}` in the pattern is replaced by its name.
 """
@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from schemas.programs import ACCESS, OPERATOR, WATCHED, Access
-from schemas.topics import TOPICS
+from replayground.schemas.programs import ACCESS, OPERATOR, WATCHED, Access
+from replayground.schemas.topics import TOPICS
 
 PRINCIPAL = "User:{program}"
 LITERAL, PREFIXED = "literal", "prefixed"
@@ -21,7 +21,7 @@ LITERAL, PREFIXED = "literal", "prefixed"
 
 @dataclass(frozen=True, order=True)
 class Acl:
-    """One right, as Kafka names it."""
+    """One ACL, in Kafka's terms. All of them allow."""
 
     principal: str
     resource: str
@@ -33,7 +33,8 @@ class Acl:
 
 
 def acls(prefix: str = "", principal: str = PRINCIPAL) -> list[Acl]:
-    """Everything that the programs of a field need, and nothing else. Sorted."""
+    """The ACLs that the programs of a field need, and no others. Sorted."""
+    # The cluster resource has one fixed name, kafka-cluster: no prefix.
     return sorted(
         {
             Acl(principal.replace("{program}", access.program), resource, prefix + name, pattern, operation)
@@ -51,6 +52,7 @@ _Right = tuple[str, str, str, str]
 
 def _rights(access: Access) -> Iterator[_Right]:
     everything = [topic.name for topic in TOPICS]
+    # WATCHED: every program warns before retention removes what a group has not read, so it reads these topics.
     reads = everything if access.is_unlimited else [*access.topics_read, *WATCHED]
     writes = everything if access.is_unlimited else list(access.topics_written)
     for topic in reads:
@@ -59,23 +61,28 @@ def _rights(access: Access) -> Iterator[_Right]:
         yield "topic", topic, LITERAL, "Write"
     for topic in {*reads, *writes}:
         yield "topic", topic, LITERAL, "Describe"
-        if access.makes_topics or access.keeps_tables:  # they compare the topics with the map when they start
+        # Log.make_topics compares existing topics with the map; these programs call it when they start.
+        if access.makes_topics or access.keeps_tables:
             yield "topic", topic, LITERAL, "DescribeConfigs"
     if access.makes_topics:
         for topic in everything:
             yield "topic", topic, LITERAL, "Create"
     yield from _groups(access)
-    yield "cluster", "kafka-cluster", LITERAL, "IdempotentWrite"  # brokers before 3.0 ask for it
+    # Brokers before 2.8 require it of idempotent producers; for newer ones Write on a topic is enough (KIP-679).
+    yield "cluster", "kafka-cluster", LITERAL, "IdempotentWrite"
+    # Changelog topics: Faust names them after its consumer group.
     if access.keeps_tables:
         for operation in ("Create", "Describe", "DescribeConfigs", "Read", "Write"):
             yield "topic", f"{access.program}-", PREFIXED, operation
 
 
 def _groups(access: Access) -> Iterator[_Right]:
-    """Its own groups, those of its readers that share nothing, and the standing of all others."""
+    """Read on the program's own groups, Describe on those of all programs, and its transactional id."""
+    # The prefix also covers <program>-reader-<uuid>, the group of a reader that shares nothing (decision 0019).
     yield "group", f"{access.program}-", PREFIXED, "Read"
     if access.of_field:
         yield "group", access.program, LITERAL, "Read"
+    # To see how far every group has read: see WATCHED.
     for other in ACCESS:
         if other.consumes:
             name, pattern = (other.program, LITERAL) if other.of_field else (f"{other.program}-", PREFIXED)
@@ -86,7 +93,7 @@ def _groups(access: Access) -> Iterator[_Right]:
 
 
 def as_shell(rights: Sequence[Acl]) -> str:
-    """A script of kafka-acls.sh, one line for each program and resource. It may be run again."""
+    """A shell script that calls kafka-acls.sh once for each principal and resource. Safe to run again."""
     operations: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for acl in rights:
         operations[acl.principal, acl.resource, acl.name, acl.pattern].append(acl.operation)
@@ -113,7 +120,7 @@ FORMATS = {"shell": as_shell, "json": as_json}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m schemas.acls", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m replayground.schemas.acls", description=__doc__)
     parser.add_argument("--prefix", default="", help="topic_prefix of [log]")
     parser.add_argument("--principal", default=PRINCIPAL, help=f"default: {PRINCIPAL}; {OPERATOR} is the command line")
     parser.add_argument("--format", choices=FORMATS, default="shell")

@@ -1,42 +1,48 @@
-"""Which run a message belongs to, told by its first bytes. Pure.
+"""Which run a message belongs to, by its first bytes. Pure.
 
-Every event begins with `meta`, and that with `id` and `run_id`: in Avro two strings, each a length and its bytes, so the run is
-known without decoding the rest. Readers of one run pass over the messages of others by it (decision 0023).
+Every event begins with `meta`, which begins with `id` and `run_id`. Avro writes these as two strings, each a length and
+its bytes, so the run is known without decoding the rest. Readers of one run use it to skip the messages of other runs
+without decoding them (decision 0023).
 """
 
 from typing import Any
 
 RUN_ID_BYTES_MAX = 255
-"a longer one is nobody's: names of runs are short, and what follows from a message must not grow with what it claims"
+"a longer run_id counts as none: names of runs are short, and a forged message must not make readers keep a long one"
 _FIRST_FIELDS = [("id", "string"), ("run_id", "string")]
 
 
 def begins_with_run(schema: Any) -> bool:
-    """Whether whatever is written by this schema begins with `meta.id` and `meta.run_id`, both plain strings."""
+    """Whether every message of this schema begins with `meta.id` and `meta.run_id`, both plain strings."""
     meta = _first_type(schema, "meta")
+    # A union would write its branch number before the record.
     if not isinstance(meta, dict) or meta.get("type") != "record":
         return False
     fields = meta.get("fields")
+    # Only plain strings: optional, bytes and logical types are written or decoded differently.
     return isinstance(fields, list) and [_name_and_type(field) for field in fields[:2]] == _FIRST_FIELDS
 
 
 def run_at(data: bytes, start: int) -> str | None:
-    """The second of the two strings that begin at `start`; None when there are no such strings. Never raises."""
+    """The second of two Avro strings that begin at `start`; None when there are none. Never raises."""
     try:
         skipped, at = _length(data, start)
         length, at = _length(data, at + skipped)
+        # Checked before slicing: a slice beyond the end is silently shorter.
         if length > RUN_ID_BYTES_MAX or at + length > len(data):
             return None
         return data[at : at + length].decode()
-    except (IndexError, ValueError):  # the bytes end, or are no length or no text
+    except (IndexError, ValueError):  # the bytes end early, or are no valid length or UTF-8
         return None
 
 
 def _length(data: bytes, at: int) -> tuple[int, int]:
-    """A length in Avro's variable zigzag form, and where it ends. Raises IndexError, ValueError."""
+    """An Avro length and the offset after it. Raises IndexError, ValueError."""
+    # A zigzag varint: seven bits in each byte, low bits first; the lowest bit of the number is the sign.
     byte = data[at]
     number, shift = byte & 0x7F, 7
     while byte >= 0x80:
+        # A 64-bit number has at most ten bytes. Without the bound, a long row of 0x80 would be read to its end.
         if shift > 63:
             raise ValueError("a length has at most ten bytes")
         at += 1

@@ -1,7 +1,7 @@
 """Events to bytes and back: the Confluent wire format (0x00, schema id, Avro), with spilling to blobs.
 
-An event stays under 256 KB on the log: a larger one is written as a blob, and a `Spilled` record that names it takes
-its place, unseen by whoever appends and reads.
+An event of more than 256 KB is stored as a blob, and a `Spilled` record that refers to it goes onto the log instead.
+Code that appends and reads events does not notice.
 """
 
 import io
@@ -14,29 +14,32 @@ import fastavro
 import msgspec
 from fastavro.types import Schema
 
-from schemas.attribution import begins_with_run, run_at
-from schemas.blobs import Blobs
-from schemas.errors import BlobDamaged, Undecodable
-from schemas.events import EVENTS, Event
-from schemas.generate import NAMESPACE, schema_of
-from schemas.registry import Registry
-from schemas.topics import TOPIC_BY_EVENT, TOPICS
+from replayground.schemas.attribution import begins_with_run, run_at
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.errors import BlobDamaged, Undecodable
+from replayground.schemas.events import EVENTS, Event
+from replayground.schemas.generate import NAMESPACE, schema_of
+from replayground.schemas.registry import Registry
+from replayground.schemas.topics import TOPIC_BY_EVENT, TOPICS
 
+# A quarter of what the producer accepts (message.max.bytes in streams/log/kafka.py).
 EVENT_BYTES_MAX = 256 * 1024
+# Confluent wire format: the magic byte 0, then the schema id as a big-endian 32-bit integer.
 _HEADER = struct.Struct(">bI")
 _MAGIC = 0
 
 
 class Spilled(msgspec.Struct, frozen=True):
-    """Stands on the log for an event that was too large for it."""
+    """Takes the place of an event that is too large for the log."""
 
     record: str
     uri: str
     sha256: str
     size_bytes: int
     run_id: str | None = None
-    "of the event; None when it was written by release 0.1.0"
+    "of the event; None when release 0.1.0 wrote it"
 
+    # Written by hand: Spilled is no event, so schemas.generate does not make it. Fields are only added, with a default.
     schema: ClassVar[dict[str, Any]] = {
         "type": "record",
         "name": "Spilled",
@@ -57,9 +60,10 @@ _SPILLED = f"{NAMESPACE}.Spilled"
 
 
 class _Writer:
-    """What is needed to write one record on one topic, made once."""
+    """Writes one kind of record to one topic. Looks up the schema id once."""
 
     def __init__(self, registry: Registry, topic: str, schema: dict[str, Any]) -> None:
+        # Topic and record name make the subject (TopicRecordNameStrategy): a topic holds several kinds of events.
         name = f"{schema['namespace']}.{schema['name']}"
         self.header = _HEADER.pack(_MAGIC, registry.id_of(f"{topic}-{name}", schema))
         self.parsed: Schema = fastavro.parse_schema(schema)
@@ -72,7 +76,7 @@ class _Writer:
 
 
 class _Reader:
-    """How to read one schema id: the writer's schema, ours if it differs, and the class."""
+    """How to read one schema id: the writer's schema, ours if it differs, and the class. Raises Undecodable."""
 
     def __init__(self, written: Any) -> None:
         if not isinstance(written, dict):  # a bare type, or a union
@@ -81,7 +85,7 @@ class _Reader:
         self.begins_with_run = begins_with_run(written)
         self.written: Schema = fastavro.parse_schema(written)
         ours = Spilled.schema if self.name == _SPILLED else _own_schema(self.name)
-        # resolution costs time, so it is asked for only where an older or newer writer makes it needed
+        # Avro schema resolution is slow: only for events of an older or newer writer.
         self.expected: Schema | None = None if written == ours else fastavro.parse_schema(ours)
         self.event_class: type[Event] | type[Spilled] = Spilled if self.name == _SPILLED else _CLASSES[self.name]
 
@@ -94,7 +98,7 @@ def _own_schema(name: str) -> dict[str, Any]:
 
 @cache
 def _schema_of(event_class: type[Event]) -> dict[str, Any]:
-    """Made once a process: it takes about a millisecond, and every codec needs all of them."""
+    """Cached: it takes about a millisecond, and every codec needs the schemas of all events."""
     return schema_of(event_class)
 
 
@@ -104,46 +108,49 @@ class Codec:
     def __init__(self, registry: Registry, blobs: Blobs) -> None:
         self._registry = registry
         self._blobs = blobs
+        # Unlocked: threads that miss the same entry at once store equal ones.
         self._writers: dict[type[Event], _Writer] = {}
         self._spill_writers: dict[str, _Writer] = {}
         self._readers: dict[int, _Reader] = {}
 
     def register_all(self) -> None:
-        """Registers every schema of the map, so that a broken registry or an incompatible change shows at the start.
+        """Registers every schema of the topic map. Raises LogUnavailable, NotAllowed, and BadInput when a schema is
+        incompatible with one that is registered.
 
-        From then on every event can be written, and be read if it was written by the same release, without a registry."""
+        From then on events can be written, and events of the same release can be read, without a registry."""
         for topic in TOPICS:
             self._spill_writers[topic.name] = _Writer(self._registry, topic.name, Spilled.schema)
             for event_class in topic.events:
                 self._writers[event_class] = _Writer(self._registry, topic.name, _schema_of(event_class))
 
     def close(self) -> None:
-        """Lets go of the registry's connections; schemas already known can still be used."""
+        """Closes the connections to the registry. Schemas that are known already can still be used."""
         self._registry.close()
 
     def encode(self, event: Event) -> bytes:
-        """Wire bytes of an event, for the one topic it belongs on."""
+        """Wire bytes of an event, for its topic. Blocks to store a blob if it is too large. Raises LogUnavailable."""
         data = self.encode_whole(event)
         return data if len(data) <= EVENT_BYTES_MAX else self.spill(event, data)
 
     def encode_whole(self, event: Event) -> bytes:
-        """Wire bytes of an event, whether or not they are too large for the log. Never blocks once all is registered."""
+        """Wire bytes of an event of any size. Does not block once all schemas are registered."""
         return self._writer(type(event)).write(msgspec.to_builtins(event, builtin_types=(bytes,)))
 
     def spill(self, event: Event, data: bytes) -> bytes:
-        """Stores the whole wire bytes of an event as a blob; returns those that stand for them."""
+        """Stores wire bytes of an event as a blob; returns those of its Spilled record. Raises BlobsUnavailable."""
+        # The blob first: an event must never refer to a blob that is not durable.
         uri, sha256 = self._blobs.put(data)
         spilled = Spilled(type(event).__name__, uri, sha256, len(data), event.meta.run_id)
         return self._spill_writers[TOPIC_BY_EVENT[type(event)].name].write(msgspec.to_builtins(spilled))
 
     def decode(self, data: bytes, topic: str | None = None, unknown_ids: set[int] | None = None) -> Event:
-        """The event behind wire bytes. Raises Undecodable with the reason; never anything else for bad bytes.
+        """The event in these wire bytes. Raises Undecodable with the reason, and nothing else, for bad bytes.
 
-        `unknown_ids` are schema ids of which the registry has said, when this message was on the log already, that there is
-        no such schema: writers register before they write, so it need not be asked again. More are added.
+        `unknown_ids` are schema ids that the registry did not know when this message was already on the log. Writers
+        register a schema before they use it, so these ids are not looked up again. Newly found ones are added.
 
-        Raises LogUnavailable when the registry or the blobs would have to be asked and do not answer: then nobody can
-        tell whether the bytes are bad, and they have to be read again later."""
+        Raises LogUnavailable when the registry or the blob store is needed and does not answer. It is then unknown
+        whether the bytes are bad: read them again later."""
         decoded = self._read(data, unknown_ids)
         if isinstance(decoded, Spilled):
             decoded = self._read_spilled(decoded, unknown_ids)
@@ -152,10 +159,10 @@ class Codec:
         return decoded
 
     def run_of(self, data: bytes, unknown_ids: set[int] | None = None) -> str | None:
-        """The run that wire bytes belong to, without decoding what they say or fetching a blob; None when that cannot be
-        told. The same for the same bytes always: whoever leaves a message to another run can rely on that run.
+        """The run of a message by its first bytes, without decoding it or fetching a blob; None when they do not say.
 
-        Raises nothing for bad bytes; LogUnavailable when the registry would have to be asked and does not answer."""
+        The same bytes always give the same run, so a program that skips a message can rely on that run to handle it.
+        Raises nothing for bad bytes, and LogUnavailable when the registry is needed and does not answer."""
         reader = self._reader_of(data, unknown_ids)
         if reader is None:
             return None
@@ -165,7 +172,7 @@ class Codec:
         return None if spilled is None else spilled.run_id
 
     def spilled(self, data: bytes, unknown_ids: set[int] | None = None) -> Spilled | None:
-        """The claim on a blob that stands for an event, if these wire bytes are one. Raises LogUnavailable."""
+        """The Spilled record in these wire bytes; None when they hold anything else. Raises LogUnavailable."""
         reader = self._reader_of(data, unknown_ids)
         if reader is None or reader.event_class is not Spilled:
             return None
@@ -178,7 +185,7 @@ class Codec:
     def _writer(self, event_class: type[Event]) -> _Writer:
         writer = self._writers.get(event_class)
         if writer is None:
-            # all at once: the registry may be gone when the next kind of event is to be written
+            # All at once: the registry may be down when the next kind of event is written.
             self.register_all()
             writer = self._writers[event_class]
         return writer
@@ -186,11 +193,12 @@ class Codec:
     def _read_spilled(self, spilled: Spilled, unknown_ids: set[int] | None) -> Event:
         event = self._read(self._fetch(spilled), unknown_ids)
         if isinstance(event, Spilled):
-            raise Undecodable("a spilled event names another spilled event")
+            raise Undecodable("a spilled event refers to another spilled event")
         if spilled.run_id not in (None, event.meta.run_id):
-            # the run that it belongs to has passed it over: the one that is named has to refuse it, or nobody would
+            # Readers skip by the run_id of the Spilled record, so the run of the event has skipped this message.
+            # The run that is named must reject it: nobody else does.
             raise Undecodable(
-                f"a spilled event of run {event.meta.run_id} stands on the log as one of {spilled.run_id}"
+                f"the blob holds an event of run {event.meta.run_id}, but the message names run {spilled.run_id}"
             )
         return event
 
@@ -208,8 +216,9 @@ class Codec:
         stream.seek(_HEADER.size)
         try:
             record = fastavro.schemaless_reader(stream, reader.written, reader.expected)
-        except Exception as error:  # fastavro raises whatever the bytes made it stumble over
+        except Exception as error:  # fastavro raises exceptions of many kinds for bad bytes
             raise Undecodable(f"{reader.name} cannot be read: {type(error).__name__}: {error}") from error
+        # An Avro record has no length: bytes after it mean a damaged message, or another schema.
         if stream.read(1):
             raise Undecodable(f"{reader.name} has bytes after its end")
         try:
@@ -218,7 +227,7 @@ class Codec:
             raise Undecodable(f"{reader.name} is not valid: {error}") from error
 
     def _reader_of(self, data: bytes, unknown_ids: set[int] | None) -> _Reader | None:
-        """How to read these bytes; None when they are of no schema of ours. Raises LogUnavailable."""
+        """How to read these bytes; None when their schema is not one of ours. Raises LogUnavailable."""
         if len(data) < _HEADER.size or data[0] != _MAGIC:
             return None
         try:
@@ -234,12 +243,13 @@ class Codec:
             try:
                 written = self._registry.schema_of(schema_id)
             except KeyError as error:
+                # Remembered for one poll, not in the codec: the schema may be registered later.
                 if unknown_ids is not None:
                     unknown_ids.add(schema_id)
                 raise Undecodable(f"unknown schema id {schema_id}") from error
             try:
                 reader = _Reader(written)
-            except Exception as error:  # anybody may register anything, and fastavro stumbles over it as it likes
+            except Exception as error:  # anybody can register any schema, and fastavro raises exceptions of many kinds
                 raise Undecodable(f"schema id {schema_id} is of no event of ours: {error}") from error
             self._readers[schema_id] = reader
         return reader

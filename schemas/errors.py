@@ -1,45 +1,46 @@
-"""The errors that cross a boundary, each named after the boundary it crossed."""
+"""Errors that callers handle by class: what a program does with one (retry, reject, exit, restart) depends on it."""
 
 
 class ReplaygroundError(Exception):
-    """Anything we raise on purpose."""
+    """Base of all errors that are raised on purpose."""
 
 
 class BadInput(ReplaygroundError):
-    """What a person gave us cannot be used. One line: what is wrong, where, what to do. Programs exit with code 2."""
+    """Input of a user cannot be used. The message is one line: what is wrong, where, what to do. Exit code 2."""
 
 
 class NotAllowed(BadInput):
-    """The brokers or the registry know this program and refuse what it does, or do not know it. Trying again does not help."""
+    """The brokers or the registry reject the credentials of this program, or an operation. A retry does not help."""
 
 
 class Undecodable(ReplaygroundError):
-    """Bytes on the log that are no event of ours; becomes an EventRejected, never a crash."""
+    """A message that is no valid event of its topic. It becomes an EventRejected; the program goes on."""
 
 
 class BlobDamaged(ReplaygroundError):
-    """A blob is missing, short, or its digest is not the one it was named by."""
+    """A blob is missing or truncated, its digest differs from its name, or its content cannot be used."""
 
 
 class LogUnavailable(ReplaygroundError):
-    """The broker or the registry cannot be reached in time."""
+    """The brokers, the registry or the blob store do not answer in time. The same operation may succeed later."""
 
 
 class BlobsUnavailable(LogUnavailable):
-    """The store of blobs cannot be reached. To whoever reads and writes events it is a part of the log."""
+    """The blob store cannot be reached. A kind of LogUnavailable, since large events are stored there."""
 
 
 class LogBroken(ReplaygroundError):
-    """The log's client cannot go on and says so itself: this process must end, and the next one reads back where it was."""
+    """The client of the log failed for good, or the log lacks what must be on it. This process must end: going on would
+    skip events or write wrong ones."""
 
 
 class Rebalanced(LogUnavailable):
-    """Partitions are being moved between the readers of a group: nothing was committed, and what is still ours may be later."""
+    """The group is rebalancing and nothing was committed. Partitions that stay with this reader may be, later."""
 
 
 class Fenced(ReplaygroundError):
-    """Another instance took over our transactional id: this process must end."""
+    """Another instance owns the transactional id. This process must end."""
 
 
 class TakenOver(Fenced):
-    """The whole run was taken over by a newer start of it: this process must end and not be started again. Exit code 3."""
+    """A newer start of the run owns it. This process must end and must not be restarted. Exit code 3."""

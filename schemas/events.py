@@ -1,8 +1,8 @@
-"""Every fact of the log, in the order of the flow. One fact = one record = one .avsc = one frozen class.
+"""All events, in the order of the flow. One fact = one Avro record = one .avsc file = one frozen class.
 
-The classes are the source: `python -m schemas.generate` writes schemas/avro/NN_*.avsc from them, and a test fails when the
-two differ. A string under a field is that field's documentation, here and in the schema. Every event starts with the
-same `meta`, so a tool call, an observation, a reward and a weight version are all messages of one kind.
+The classes are the source: `python -m replayground.schemas.generate` writes schemas/avro/NN_*.avsc from them, and a
+test fails when the two differ. A string under a field is that field's documentation, here and in the schema. Every
+event starts with the same `meta`.
 
 Token ids are packed little-endian int32 and log-probabilities float32 (schemas.packed), never lists.
 This file is pure: no clock, no random, no client library.
@@ -13,6 +13,8 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta as Within
 from msgspec import Struct
 
+# Closed lists are Literals here and plain strings in Avro: a new value needs no schema change. A program that does not
+# know a value rejects the event with that reason (decision 0001).
 Purpose = Literal["train", "eval", "demonstrate", "replay"]
 EndedBy = Literal["answered", "turn_limit", "token_limit", "deadline", "agent_error", "infra_error", "cancelled"]
 ErrorKind = Literal["agent", "tool", "infra"]
@@ -23,22 +25,25 @@ RunKind = Literal["practise", "replay", "retrain"]
 EndReason = Literal["finished", "stopped", "failed", "taken_over"]
 Command = Literal["pause", "resume", "drain", "hold", "release", "cancel"]
 RetiredCommand = Literal["promote", "roll_back"]
-"no program issues or follows these; an older log may hold them, so they are read"
+"no program issues or follows these; they can still be decoded, since older logs may hold them"
 
-# programs count up to these: a number beyond all sense in one message is refused, or it would stop them all
+# Programs loop up to these numbers. Without bounds, one message with an absurd number would stop all of them.
 GroupSize = Annotated[int, Within(ge=1, le=4096)]
 RETRY_MAX = 100
 Retry = Annotated[int, Within(ge=0, le=RETRY_MAX)]
 
 
 class Value(Struct, frozen=True, gc=False):
-    """What facts are made of. None can hold itself, so the collector of cycles need not look into them: it took a sixth of
-    the time of reading."""
+    """Base of events and of their parts. Excluded from garbage collection (gc=False): 16 % faster reads."""
+
+    # Safe, because no instance contains itself: reference counting frees them all.
 
 
 class Meta(Value, frozen=True, kw_only=True):
     """The envelope that every message carries."""
 
+    # `id` and `run_id` must stay first, as plain strings: readers take the run of a message from its first bytes
+    # (schemas.attribution, decision 0023).
     id: str
     "UUIDv7 for first-hand facts; for derived facts a UUIDv5 of kind, inputs and code version, so a repeat has the same id"
     run_id: str
@@ -79,6 +84,7 @@ class Event(Value, frozen=True, kw_only=True):
     """A fact on the log. `number` is its place in the flow and the prefix of its .avsc file."""
 
     number: ClassVar[int] = 0
+    # Must stay the first field of every event, for the same reason as run_id in Meta.
     meta: Meta
 
 
@@ -105,6 +111,8 @@ class Sampling(Value, frozen=True, kw_only=True):
     "tokens that one agent reads and says in an attempt; what goes beyond ends it by token_limit"
 
 
+# Copied into the events of its rollouts: workers and scorers then need no table of all tasks (decision 0003). A long
+# world stays in TaskSubmitted (decision 0018).
 class Task(Value, frozen=True, kw_only=True):
     """What is asked, in which world, with which tools, and how it will be judged."""
 
@@ -120,6 +128,7 @@ class Task(Value, frozen=True, kw_only=True):
     group_size: GroupSize
     split: str
     tags: dict[str, str] = {}
+    # Added after release 0.1.0. A new field needs a default: every release reads the events of all others.
     world_hash: str = ""
     "sha256 of the world, which TaskSubmitted alone holds; empty where `world` itself is given"
 
@@ -148,6 +157,7 @@ class RolloutRequested(Event, frozen=True, kw_only=True):
     required_version: int | None = None
     retry: Retry = 0
     "how often this member was asked for before"
+    # Added after release 0.1.0.
     world_at: Address | None = None
     "the TaskSubmitted that holds the world; null where the task itself carries it"
 
@@ -183,6 +193,7 @@ class TurnGenerated(Event, frozen=True, kw_only=True):
 
     number: ClassVar[int] = 4
     agent: str
+    # Training uses `tokens`. Tokenising `text` again can give other ids than those that were sampled.
     text: str
     "what the ids decode to, for people and parsers; never re-tokenised"
     tokens: bytes
@@ -193,6 +204,7 @@ class TurnGenerated(Event, frozen=True, kw_only=True):
     sampling: Sampling
     finish_reason: str
     milliseconds: float
+    # Added after release 0.1.0, which had one context in each attempt: 0.
     context: int = 0
     "which context of the attempt it extends; 0 is the one that RolloutStarted's prompt began"
 
@@ -223,6 +235,7 @@ class ToolObserved(Event, frozen=True, kw_only=True):
     "JSON of what the perturbation layer did to this observation"
     tokens: bytes
     "observation and the header of the next turn, appended to the sampled ids"
+    # Both added after release 0.1.0, as in TurnGenerated.
     context: int = 0
     "which context of the attempt reads it; the next unused number begins a new one, whose prompt is `tokens`"
     context_because: str | None = None
@@ -237,6 +250,7 @@ class AgentMessaged(Event, frozen=True, kw_only=True):
     content: str
     tokens: bytes
     "what the receiver reads it as, with the header of its next turn"
+    # Both added after release 0.1.0, as in TurnGenerated.
     context: int = 0
     "which context of the attempt reads it; the next unused number begins a new one, whose prompt is `tokens`"
     context_because: str | None = None
@@ -312,6 +326,7 @@ class TrajectoryAssembled(Event, frozen=True, kw_only=True):
     tools_hash: str
     world_hash: str
     cost: float
+    # Added after release 0.1.0.
     contexts: list[Context] = []
     "where each agent's own view begins in `tokens`, in order, the first at 0; empty = one context, as of one agent"
 
@@ -320,6 +335,7 @@ class RewardAssigned(Event, frozen=True, kw_only=True):
     """One scorer's judgement of one attempt."""
 
     number: ClassVar[int] = 10
+    # Size, scorers and the last three fields are copied from the trajectory: `group` needs no join (decision 0003).
     trajectory: Address
     index: int
     group_size: GroupSize
@@ -400,6 +416,7 @@ class BatchCut(Event, frozen=True, kw_only=True):
     "passed over since the batch before, by reason: that of the group, or nothing_sampled"
     positions: list[Position]
     "how far the groups topic is consumed by this cut; the cutter's whole state is read back from here"
+    # All below were added after release 0.1.0.
     groups_passed: list[str] = []
     "the newest that groups_dropped counts: the log may repeat them, and a cutter that has started again must know them"
     policy_ceiling: int | None = None
@@ -431,6 +448,8 @@ class WeightsFile(Value, frozen=True, kw_only=True):
     size_bytes: int
 
 
+# A reload that silently did nothing would pass a check of file digests: this shows what a server computes with
+# (decision 0005).
 class Probe(Value, frozen=True, kw_only=True):
     """A prompt and the trainer's own log-probabilities of it: a server that serves these weights must agree."""
 
@@ -499,6 +518,7 @@ class RunFile(Value, frozen=True, kw_only=True):
     size_bytes: int
 
 
+# Acknowledged by the log before any program of the run starts (decision 0020).
 class RunStarted(Event, frozen=True, kw_only=True):
     """A run began. Everything needed to go on with it elsewhere stands here; nothing of it is secret."""
 
@@ -545,6 +565,7 @@ class AttemptEnded(Event, frozen=True, kw_only=True):
     """An attempt is over and its trajectory is on the log: all that planners need to know of it, without its tokens."""
 
     number: ClassVar[int] = 21
+    # Small on purpose: planners read one of these for every attempt, instead of whole trajectories (decision 0018).
     index: int
     group_size: GroupSize
     ended_by: EndedBy
@@ -557,6 +578,7 @@ class SnapshotTaken(Event, frozen=True, kw_only=True):
     """The state of one program of a run, folded from everything before `positions`. The newest one counts."""
 
     number: ClassVar[int] = 22
+    # A cache of the log: it needs no compatibility between versions (docs/versioning.md).
     program: str
     code_version: str
     "of the fold: a program that folds otherwise does not use it"
@@ -575,6 +597,7 @@ class EventRejected(Event, frozen=True, kw_only=True):
     reason: str
 
 
+# In the order of `number`. No event is ever removed, even if nothing writes it any more: some log holds it.
 EVENTS: tuple[type[Event], ...] = (
     TaskSubmitted,
     RolloutRequested,

@@ -1,12 +1,13 @@
-"""Identifiers: UUIDv7 for what happened first-hand, UUIDv5 for what follows from it.
+"""Identifiers: UUIDv7 for first-hand facts, UUIDv5 for derived facts.
 
-A derived fact has the same id however often it is derived, so whoever reads it twice can tell.
+Deriving a fact again gives the same id, so readers recognise repeats.
 """
 
 import os
 import time
 import uuid
 
+# Must never change: with another namespace, what is derived again would not match the ids on existing logs.
 _NAMESPACE = uuid.UUID("6f0d8a52-8a4c-5d5b-9d55-7265706c6179")
 
 
@@ -17,6 +18,7 @@ def now_microseconds() -> int:
 def new_id(timestamp_microseconds: int | None = None) -> str:
     """A UUIDv7: sortable by time, unique by 74 random bits."""
     milliseconds = (now_microseconds() if timestamp_microseconds is None else timestamp_microseconds) // 1000
+    # Layout of RFC 9562: 48 bits of time, version 7, 12 random bits, variant 0b10, 62 random bits.
     random_bits = int.from_bytes(os.urandom(10), "big")
     value = (milliseconds & 0xFFFF_FFFF_FFFF) << 80
     value |= 0x7 << 76 | (random_bits >> 62 & 0xFFF) << 64
@@ -25,5 +27,6 @@ def new_id(timestamp_microseconds: int | None = None) -> str:
 
 
 def derived_id(kind: str, *inputs: object) -> str:
-    """A UUIDv5 of the kind of fact and everything it was derived from."""
+    """A UUIDv5 of the kind of fact and all inputs it was derived from."""
+    # The separator keeps ("a", "b") and ("ab",) apart.
     return str(uuid.uuid5(_NAMESPACE, "\x1f".join((kind, *map(str, inputs)))))

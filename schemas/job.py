@@ -1,23 +1,23 @@
-"""A job is a Python module: what is practised, with which tools of one's own, judged by which scorers.
+"""A job is a Python module with tasks, and optionally tools, scorers, agents and a scripted teacher.
 
 def tasks(split, seed, start=0) -> Iterator[Task]
-    Endless. `split` is "train" or "heldout"; the same seed gives the same tasks. With `start`, task number `start` comes
-    first. The parameter is optional: without it, a feeder that restarts draws and drops all tasks before that one.
+    Endless. `split` is "train" or "heldout"; the same seed gives the same tasks. Task number `start` comes first. The
+    parameter `start` is optional: without it, a feeder that restarts draws and drops all tasks before that one.
 SYSTEM_PROMPT: str
     Optional. What the agent reads before the task.
 AGENTS: tuple
     Optional. Agents, topologies and models (producers.agent, producers.topology); every task names one of them as its
     `agent`. Without AGENTS a task is played by one agent with SYSTEM_PROMPT and the task's toolset, whatever its name.
 TOOLS: tuple
-    Optional. Tools of one's own (sandboxes.tools).
+    Optional. The job's own tools (sandboxes.tools).
 SCORERS: tuple[Scorer, ...]
-    Optional. Scorers of one's own beside exact_match.
+    Optional. The job's own scorers, besides exact_match.
 def demonstrate(task, turns, seed) -> str
-    Optional. The next turn of a scripted teacher, given the (said, observed) pairs so far.
+    Optional. The next turn of a scripted teacher, given the (turn, observation) pairs so far.
 def texts(seed) -> Iterator[str]
-    Optional. Sample texts that a tokenizer is fitted to when the model is made from nothing.
+    Optional. Sample texts to fit a tokenizer to, when the model is made from scratch.
 SCAFFOLD: tuple[str, ...]
-    Optional. Pieces of text that such a tokenizer knows as one token each.
+    Optional. Texts that this tokenizer encodes as one token each.
 """
 
 import functools
@@ -34,12 +34,12 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from schemas.errors import BadInput
-from schemas.events import Task, TrajectoryAssembled
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Task, TrajectoryAssembled
 
 
 class Score(Struct, frozen=True, kw_only=True):
-    """A judgement. `excluded_because` takes the trajectory out of its group instead of giving it a score."""
+    """The result of a scorer. `excluded_because` makes the trajectory an invalid member: its score does not count."""
 
     score: float
     parts: dict[str, float] = {}
@@ -48,7 +48,7 @@ class Score(Struct, frozen=True, kw_only=True):
 
 
 class Scorer(Protocol):
-    """Judges a trajectory. Offline scorers are pure: the same trajectory always gets the same score."""
+    """Scores a trajectory. It should be pure: replay scores a trajectory again and expects the same result."""
 
     name: str
     version: str
@@ -57,7 +57,7 @@ class Scorer(Protocol):
 
 
 class Tasks(Protocol):
-    """Makes the tasks of a split, from number `start` on."""
+    """Generates the tasks of a split, from number `start` on."""
 
     def __call__(self, split: str, seed: int, start: int = 0) -> Iterator[Task]: ...
 
@@ -78,7 +78,7 @@ class Job:
 
 
 def load_job(module: str) -> Job:
-    """Loads a job by dotted name or by path of a .py file. Raises BadInput."""
+    """Imports a job by dotted name or by path of a .py file, which runs its code, and checks it. Raises BadInput."""
     loaded = _from_file(Path(module)) if module.endswith(".py") else _from_name(module)
     tasks = getattr(loaded, "tasks", None)
     if not callable(tasks):
@@ -99,14 +99,16 @@ def load_job(module: str) -> Job:
 
 
 def _parts(loaded: ModuleType, name: str, needs: tuple[str, ...], what: str) -> tuple[Any, ...]:
-    """A tuple that the module defines, empty when it does not. Raises BadInput for what the programs could not use."""
+    """A tuple that the module defines; empty when it does not. Raises BadInput for entries that programs cannot use."""
     parts = getattr(loaded, name, ())
+    # (entry) without a comma is no tuple: a common mistake, so the message shows how to write it.
     if not isinstance(parts, tuple | list):
         raise BadInput(
             f"{name} of job module {loaded.__name__} is {type(parts).__name__}, not a tuple of {what}: with one entry "
             f"it is written {name} = (entry,)"
         )
     for part in parts:
+        # A class has the attributes too, but its methods need an object.
         lacks = next((attribute for attribute in needs if not hasattr(part, attribute)), None)
         if isinstance(part, type) or lacks is not None:
             shown = getattr(part, "__name__", type(part).__name__)
@@ -116,7 +118,7 @@ def _parts(loaded: ModuleType, name: str, needs: tuple[str, ...], what: str) -> 
 
 
 def _with_start(tasks: Any) -> Tasks:
-    """A function without the parameter `start` is given one that draws and drops what comes before."""
+    """Adds the parameter `start` to a function without it, by drawing and dropping the tasks before."""
     if "start" in inspect.signature(tasks).parameters:
         return tasks  # type: ignore[no-any-return]
 
@@ -134,6 +136,7 @@ def _from_name(name: str) -> ModuleType:
         raise BadInput(
             f"job module {name} cannot be imported: {error}; set [job] module to a dotted name or a .py file"
         ) from error
+    # The module can raise anything, and may even call sys.exit: each is an error of the job, not of this program.
     except (Exception, SystemExit) as error:
         raise BadInput(f"job module {name} fails when loaded: {type(error).__name__}: {error}") from error
 
@@ -145,9 +148,10 @@ def _from_file(path: Path) -> ModuleType:
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
-    sys.modules[path.stem] = module  # classes defined in it must be able to find their module
+    # Before it is executed: dataclasses and the like look up the module of a class while they define it.
+    sys.modules[path.stem] = module
     try:
         specification.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever the person's module raises, it is the module that is wrong
+    except (Exception, SystemExit) as error:  # as in _from_name
         raise BadInput(f"job module {path} fails when loaded: {type(error).__name__}: {error}") from error
     return module

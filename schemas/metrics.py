@@ -19,6 +19,7 @@ FIGURES: dict[str, str] = {
     "tokens_sampled": "tokens sampled since the start",
     "turns": "turns sampled since the start",
     "sandboxes": "sandboxes open",
+    "infra_error_share": "share of the rollouts of the newest version played here that ended by infra_error",
     "busy_seconds": "seconds spent on the program's own work since the start",
     "version": "newest weight version that this program knows or serves",
     "step": "optimizer steps taken in this run",
@@ -30,25 +31,29 @@ FIGURES: dict[str, str] = {
 
 
 class ProgramMetrics:
-    """A program's figures. Safe to share between threads."""
+    """The counters and gauges of one program. Safe to share between threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._figures: dict[str, float] = {}
+        # Not locked: assigning a string is atomic.
         self.detail = ""
         "one short sentence on what the program is doing now"
 
     def count(self, name: str, amount: float = 1) -> None:
+        """Adds to a counter. Raises KeyError for a name that is not in FIGURES."""
         with self._lock:
             self._figures[_require_known(name)] = self._figures.get(name, 0.0) + amount
 
     def gauge(self, name: str, value: float) -> None:
+        """Sets a gauge. Raises KeyError for a name that is not in FIGURES."""
         with self._lock:
             self._figures[_require_known(name)] = float(value)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Counts the seconds of the block as the program's own work."""
+        """Adds the seconds of the block to busy_seconds, also when the block raises."""
+        # Monotonic: setting the clock must not make a counter go back.
         began = time.monotonic()
         try:
             yield
@@ -56,6 +61,7 @@ class ProgramMetrics:
             self.count("busy_seconds", time.monotonic() - began)
 
     def figures(self) -> dict[str, float]:
+        """A copy of all values set so far, by name."""
         with self._lock:
             return dict(self._figures)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 def _pack(kind: str, values: Iterable[float]) -> bytes:
     packed = array(kind, values)
+    # `array` has the byte order of the machine; packed data is little-endian everywhere.
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
@@ -28,6 +29,7 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
+    """Raises ValueError when the length is no multiple of four."""
     return [int(token) for token in _unpack("i", data)]
 
 
@@ -36,8 +38,10 @@ def pack_logprobs(logprobs: Sequence[float]) -> bytes:
 
 
 def unpack_logprobs(data: bytes) -> list[float]:
+    """Raises ValueError when the length is no multiple of four."""
     return _unpack("f", data).tolist()
 
 
 def token_count(data: bytes) -> int:
+    """The number of packed tokens, at four bytes each."""
     return len(data) // 4

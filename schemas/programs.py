@@ -1,13 +1,14 @@
-"""Who reads and writes which topics: one declaration a program, from which everything else is derived.
+"""Who reads and writes which topics: one declaration for each program.
 
-The log that a program opens (streams.log.connect) refuses what is not declared here, so a declaration that is wrong shows
-in the first test that runs the program. ACLs, the lag view and the flow diagram are made from the same table.
+The log that a program opens (streams.log.connect) refuses what is not declared here, so a wrong declaration fails in
+the first test that runs the program. ACLs (schemas.acls), docs/topics.md, the lag view and the flow on the web page are
+made from the same table.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from schemas.events import (
+from replayground.schemas.events import (
     AgentMessaged,
     AttemptEnded,
     BatchCut,
@@ -33,50 +34,51 @@ from schemas.events import (
     WeightsPublished,
     WorkerSeen,
 )
-from schemas.topics import FOREVER, TOPIC_BY_EVENT, TOPICS, Topic
+from replayground.schemas.topics import FOREVER, TOPIC_BY_EVENT, TOPICS, Topic
 
 OPERATOR = "operator"
 "a person at the command line, or the API"
 
 Use = tuple[str, str]
-"""One use of the log: ("write", event class), ("write_bytes", topic), ("read", topic) without a group, ("consume", topic)
-with one, ("transact", "")."""
+"""One use of the log: ("write", event class), ("write_bytes", topic), ("read", topic) without a group,
+("consume", topic) with a group, ("transact", "")."""
 
 WATCHED = tuple(topic.name for topic in TOPICS if topic.retention_milliseconds != FOREVER)
-"""Topics that forget by age. Every program looks how much time is left to read them (deploy.serve), which takes reading
-their oldest unread event and asking where every group stands."""
+"""Topics with retention by age. Every program checks how much time is left to read them (deploy.serve): for that it
+reads their oldest unread event and asks for the positions of all groups."""
 
 
 class UndeclaredAccess(AssertionError):
-    """A program uses the log otherwise than it is declared here: a mistake in the program or in the table."""
+    """A program uses the log in a way that the table does not declare: an error in the program or in the table."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """What one program does with the log."""
+    """How one program uses the log."""
 
     program: str
     reads: tuple[str, ...] = ()
     "topics it reads without a group: every instance reads all of them"
     consumes: Mapping[str, str] = field(default_factory=dict)
-    "topics that its consumer group shares, and the stage that takes each of them"
+    "topics that its consumer group reads, and the stage that takes each of them"
     writes: tuple[type[Event], ...] = ()
     is_transactional: bool = False
-    "writes together with the positions it consumed, by a transactional id"
+    "commits events and consumed positions in one transaction, under a transactional id"
     keeps_tables: bool = False
     "has changelog topics of its own, named after its group"
     of_field: bool = False
     "one for all runs of the field, instead of one for each run"
     makes_topics: bool = False
     is_unlimited: bool = False
-    "may use the log as every program does"
+    "no use of the log is refused"
 
     def group_of(self, run_id: str) -> str:
         """Its consumer group, and the name of its transactional id."""
         return self.program if self.of_field else f"{self.program}-{run_id}"
 
     def owns(self, name: str) -> bool:
-        """Whether a consumer group or transactional id is this program's own."""
+        """Whether a consumer group or transactional id belongs to this program."""
+        # The dash ends the name of the program: a name that only begins alike is not its own.
         return self.is_unlimited or name.startswith(f"{self.program}-") or (self.of_field and name == self.program)
 
     def declares(self, use: Use) -> bool:
@@ -87,6 +89,7 @@ class Access:
             return name in {event.__name__ for event in self.events_written}
         if verb == "write_bytes":  # an event that was encoded before
             return name in self.topics_written
+        # Every program may read WATCHED: the harness measures there how much time retention leaves.
         if verb == "read":
             return name in self.topics_read or name in WATCHED
         if verb == "consume":
@@ -95,7 +98,7 @@ class Access:
 
     @property
     def events_written(self) -> tuple[type[Event], ...]:
-        """Every program tells of itself (WorkerSeen on control)."""
+        """`writes` and the heartbeats (WorkerSeen) that every program writes."""
         return (*self.writes, WorkerSeen)
 
     @property
@@ -122,18 +125,19 @@ ACCESS: tuple[Access, ...] = (
             *("tasks", "rollouts", "attempts", "groups", "batches", "weights", "serving", "control", "dead-letters"),
             "snapshots",
         ),
-        # a member that is given up is closed by messages of its own, a group that was refused by a completion
+        # It closes a member that is given up by a start and an end, and a refused group by a GroupCompleted.
         writes=(RolloutRequested, RolloutStarted, RolloutEnded, GroupCompleted, SnapshotTaken),
     ),
     Access(
         "rollouts",
+        # tasks: worlds of tasks; runs and messages: the turns of a run that is replayed
         reads=(
             "tasks",
             "weights",
             "control",
             "runs",
             "messages",
-        ),  # tasks: worlds; runs, messages: what is to be said again
+        ),
         consumes={"rollouts": "rollouts"},
         writes=(*_MESSAGES, EventRejected),
     ),
@@ -145,14 +149,16 @@ ACCESS: tuple[Access, ...] = (
     ),
     Access(
         "cut",
-        reads=("batches", "snapshots", "runs"),  # runs: whether a fenced instance was taken over
+        # runs: to find out, when fenced, whether a newer start took the run over (streams.log.takeover)
+        reads=("batches", "snapshots", "runs"),
         consumes={"groups": "cut"},
         writes=(BatchCut, SnapshotTaken, EventRejected),
         is_transactional=True,
     ),
     Access(
         "trainer",
-        reads=("trajectories", "weights", "snapshots", "runs", "control"),  # control: versions that are held
+        # trajectories: a batch holds addresses; runs: as in cut; control: versions that are held
+        reads=("trajectories", "weights", "snapshots", "runs", "control"),
         consumes={"batches": "trainer"},
         writes=(StepTaken, WeightsPublished, SnapshotTaken),
         is_transactional=True,
@@ -161,7 +167,8 @@ ACCESS: tuple[Access, ...] = (
     Access("reloader", reads=("weights", "control", "serving", "snapshots"), writes=(WeightsLoaded, SnapshotTaken)),
     Access(
         "traces",
-        reads=_EVERY_TOPIC,  # to compare the store with the log
+        # Without the group too: to compare the trace store with the log.
+        reads=_EVERY_TOPIC,
         consumes=dict.fromkeys(_EVERY_TOPIC, "traces"),
         writes=(EventRejected,),
         of_field=True,
@@ -172,7 +179,8 @@ ACCESS: tuple[Access, ...] = (
         writes=(RunStarted, RunResumed, RunEnded, TaskSubmitted, ControlIssued),
         of_field=True,
         makes_topics=True,
-        is_unlimited=True,  # a dead letter of any topic is written there again
+        # Redriving a dead letter writes it to its original topic, whichever that is.
+        is_unlimited=True,
     ),
 )
 
@@ -180,25 +188,26 @@ ACCESS_BY_PROGRAM: dict[str, Access] = {access.program: access for access in ACC
 
 
 def writers_of(topic: str) -> tuple[str, ...]:
-    """Programs that write the topic, but for heartbeats, which all of them write."""
+    """Programs that write the topic. Heartbeats do not count: all programs write them."""
     return tuple(
         access.program for access in ACCESS if any(TOPIC_BY_EVENT[event].name == topic for event in access.writes)
     )
 
 
 def readers_of(topic: str) -> tuple[str, ...]:
+    """Programs that read the topic, with or without a group. The watching of WATCHED does not count."""
     return tuple(access.program for access in ACCESS if topic in access.topics_read)
 
 
 def topics_page() -> str:
-    """docs/topics.md."""
+    """The text of docs/topics.md."""
     return "\n".join([*_PAGE_HEAD, *map(_topic_row, TOPICS), "", *_PROGRAMS_HEAD, *map(_program_row, ACCESS), ""])
 
 
 _PAGE_HEAD = (
     "# Topics and programs",
     "",
-    "Generated from schemas/topics.py and schemas/programs.py: `python -m schemas.programs > docs/topics.md`. A test compares.",
+    "Generated from schemas/topics.py and schemas/programs.py by `python -m replayground.schemas.programs`; a test compares.",
     "The log refuses a program what this page does not say of it, and the ACLs are made from the same table.",
     "",
     "```",

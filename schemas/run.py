@@ -1,10 +1,10 @@
-"""What every program is told when it starts: which run, which job, and where the log, the registry and the blobs are."""
+"""What every program gets when it starts: the run, the job, and the addresses of log, registry and blobs."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from schemas.events import Position
+from replayground.schemas.events import Position
 
 FIELD = "field"
 "run_id of what belongs to the field as a whole, such as the heartbeats of the traces program"
@@ -60,7 +60,7 @@ class LogSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The job: what is practised, and the few figures that several programs must agree on. TOML section [job]."""
 
-    module: str = "producers.stockroom"
+    module: str = "replayground.producers.stockroom"
     "dotted name, or path of a .py file relative to the TOML file, of the module with tasks, tools, scorers (schemas.job)"
     agents: str | None = None
     "TOML file of agents, topologies and models (docs/agents.md), relative to this file; takes the place of the module's AGENTS"
@@ -78,6 +78,10 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     "a trajectory older than this many weight versions is never trained on"
     staleness_target: int = 1
     "how many versions ahead of the trainer the scheduler lets sampling run"
+    versions_kept: Annotated[int, Meta(ge=0)] = 0
+    """how many of the newest weight versions stay on the log, besides those that an evaluation holds. 0 = all,
+    otherwise at least job.staleness_max + 1 and reloader.skipped_versions_max + 2. `replayground blobs sweep` removes
+    the files of the others"""
 
     @property
     def first_version(self) -> int:
@@ -86,20 +90,21 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One run of one job on one field, as a program of it is told."""
+    """One run of one job on one field, as one of its programs sees it."""
 
     run_id: str
     seed: int
     job: JobSettings
+    # Holds references to secrets only, so a Run may be written to run.json.
     log: LogSettings
     blobs_url: str
     blobs_also_read: tuple[str, ...] = ()
-    "other stores that blobs may be read from: events may name blobs of other runs"
+    "other stores that blobs may be read from: events may refer to blobs of other runs"
     program: str = "operator"
     "which program this is: a name of schemas.programs"
     worker: str = "worker"
     "name of this program's instance, unique on the field"
     start_number: int = 0
-    "how often the run was resumed when this program was told: a higher number on the log has taken the run over"
+    "how often the run had been resumed when this program started: a higher number on the log owns the run"
     start: tuple[Position, ...] = ()
     "the end of every partition when the run started: nothing before it belongs to the run"

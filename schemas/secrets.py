@@ -1,27 +1,29 @@
-"""Secrets by reference: settings, run.json and the log hold where a password is, never the password."""
+"""Secrets by reference: settings, run.json and the log say where a password is, and never hold the password."""
 
 import os
 from pathlib import Path
 
-from schemas.errors import BadInput
+from replayground.schemas.errors import BadInput
 
 
 def for_program(text: str, program: str) -> str:
-    """A field of [log.security] as it holds for one program: `{program}` is replaced by its name."""
+    """A field of [log.security] for one program: `{program}` is replaced by its name."""
     return text.replace("{program}", program)
 
 
 def read_secret(reference: str, program: str, field: str) -> str:
-    """The secret behind `env:NAME` or `file:PATH`. Raises BadInput, which names the field and what is missing."""
+    """Reads the secret behind `env:NAME` or `file:PATH`. Raises BadInput, which names the field and what is missing."""
     kind, _, place = for_program(reference, program).partition(":")
     if kind == "env" and place:
+        # An empty variable counts as missing: an empty password would only fail later, at the broker.
         secret = os.environ.get(place, "")
         if not secret:
             raise BadInput(f"{field} is {kind}:{place}, and the environment has no variable {place}: set it")
         return secret
     if kind == "file" and place:
         return _first_line(Path(place), field)
-    raise BadInput(f"{field} must say where the secret is, env:NAME or file:PATH: a secret itself may not stand there")
+    # The message must not repeat the reference: it may be the secret itself, written here by mistake.
+    raise BadInput(f"{field} must be a reference to a secret, env:NAME or file:PATH, and not the secret itself")
 
 
 def _first_line(path: Path, field: str) -> str:
@@ -29,6 +31,7 @@ def _first_line(path: Path, field: str) -> str:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{field} is file:{path}, which cannot be read: {error}") from error
+    # Only the first line counts: editors end a file with a newline, and remarks may follow.
     if not lines or not lines[0]:
         raise BadInput(f"{field} is file:{path}, which has no first line: write the secret there")
     return lines[0]

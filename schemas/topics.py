@@ -1,10 +1,10 @@
-"""THE MAP: every topic in the order of the flow and what stands on it. Who writes and reads it: schemas.programs."""
+"""The map of topics: every topic with its events, in the order of the flow. Writers and readers: schemas.programs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from schemas import events
-from schemas.events import Event
+from replayground.schemas import events
+from replayground.schemas.events import Event
 
 PARTITIONS = 4
 "Topics from tasks to groups have the same count, so that one key is on the same partition number in each of them."
@@ -23,7 +23,7 @@ class Topic:
     compacted: bool = False
     retention_milliseconds: int = FOREVER
     rejected_by: str = "traces"
-    "the one stage that turns what cannot be read into an EventRejected; others pass it over (of several runs: decision 0023)"
+    "the stage that writes an EventRejected for an undecodable message; others skip it (several runs: decision 0023)"
     extra_settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -32,39 +32,44 @@ class Topic:
         return {
             "cleanup.policy": "compact" if self.compacted else "delete",
             "retention.ms": str(self.retention_milliseconds),
-            "retention.bytes": str(FOREVER),  # nothing is forgotten for want of room: an age can be warned of
+            # Retention by age only: programs warn before an unread message expires, which a size limit would not allow.
+            "retention.bytes": str(FOREVER),
+            # Stored as the producers compressed it, so the broker does not compress again.
             "compression.type": "producer",
             **self.extra_settings,
         }
 
 
 COMPACTED_SOON = {
-    "segment.bytes": str(1024 * 1024),  # the least that Kafka 4 allows
+    # The smallest segment that Kafka 4 allows.
+    "segment.bytes": str(1024 * 1024),
     "segment.ms": "10000",
     "min.cleanable.dirty.ratio": "0.05",
     "max.compaction.lag.ms": "20000",
-    # longer than a restore takes: a tombstone that is removed while it is on its way would leave the older state behind
+    # Longer than a restore takes: a reader that misses a removed tombstone would keep the older state of the key.
     "delete.retention.ms": "30000",
 }
-"""Settings of a topic that holds states. Only closed segments are compacted, and what is not compacted, tombstones among it,
-is read at every restart: with these settings less than a minute of changes, with the broker's defaults (a segment of 1 GiB
-or a week, tombstones for a day) the whole history of every key."""
+"""Settings of a topic that holds states. Kafka compacts closed segments only, and a restart reads all that is not
+compacted, tombstones included. With these settings that is less than a minute of changes; with the broker's defaults
+(a segment of 1 GiB or a week, tombstones for a day) it is the whole history of every key."""
 
 
 def _field(name: str) -> Callable[[Event], str]:
-    """Key by a field of the envelope; a message without it has no place on the topic."""
+    """Keys by a field of the envelope. The key function raises ValueError for an event without it."""
 
     def key(event: Event) -> str:
         value = getattr(event.meta, name)
+        # A missing key would spread the events of one rollout or group over partitions, in no order.
         if value is None:
-            raise ValueError(f"{type(event).__name__} {event.meta.id} has no {name} to be keyed by")
+            raise ValueError(f"{type(event).__name__} {event.meta.id} has no {name}, which is its key")
         return str(value)
 
     return key
 
 
 def weights_key(run_id: str, version: int | str) -> bytes:
-    """The key of a weight version on topic weights; with "" as version, what the keys of the run begin with."""
+    """The key of a weight version on topic weights; with "" as version, the prefix of all keys of the run."""
+    # The topic is compacted: without the run in the key, one run would replace the versions of another.
     return f"{run_id}:{version}".encode()
 
 
@@ -89,12 +94,15 @@ def _origin_key(event: Event) -> str:
 
 def _snapshot_key(event: Event) -> str:
     assert isinstance(event, events.SnapshotTaken)
+    # The topic is compacted: the newest snapshot of each program of each run stays.
     return f"{event.meta.run_id}:{event.program}"
 
 
 TOPICS: tuple[Topic, ...] = (
+    # One partition: the order decides which of two starts with the same number counts (decision 0020).
     Topic("runs", (events.RunStarted, events.RunResumed, events.RunEnded), _field("run_id"), partitions=1),
     Topic("tasks", (events.TaskSubmitted,), _field("task_id")),
+    # Keyed by trajectory from here to messages: the messages of a rollout stay in order on one partition.
     Topic("rollouts", (events.RolloutRequested,), _field("trajectory_id"), rejected_by="rollouts"),
     Topic(
         "messages",
@@ -109,14 +117,18 @@ TOPICS: tuple[Topic, ...] = (
         _field("trajectory_id"),
         rejected_by="assemble",
     ),
+    # Keyed by group from here to groups: a group is scored and completed in order by one worker.
     Topic("trajectories", (events.TrajectoryAssembled,), _field("group_id"), rejected_by="score"),
     Topic("attempts", (events.AttemptEnded,), _field("group_id")),
     Topic("rewards", (events.RewardAssigned,), _field("group_id"), rejected_by="group"),
     Topic("groups", (events.GroupCompleted,), _field("group_id"), rejected_by="cut"),
+    # One partition from here on: its order is the order of training.
     Topic("batches", (events.BatchCut,), _field("run_id"), partitions=1),
     Topic("steps", (events.StepTaken,), _field("run_id"), partitions=1),
+    # Compacted, so that a tombstone removes a version; its key has one version only.
     Topic("weights", (events.WeightsPublished,), _weights_key, partitions=1, compacted=True),
     Topic("serving", (events.WeightsLoaded,), _server_key, partitions=1),
+    # The one topic that forgets by age: every program writes heartbeats here all the time.
     Topic(
         "control",
         (events.ControlIssued, events.WorkerSeen),
@@ -132,6 +144,7 @@ TOPICS: tuple[Topic, ...] = (
         compacted=True,
         extra_settings=COMPACTED_SOON,
     ),
+    # Nobody rejects here: the reject of an unreadable dead letter would be a dead letter again.
     Topic("dead-letters", (events.EventRejected,), _origin_key, partitions=1, rejected_by=NOBODY),
 )
 
@@ -140,5 +153,5 @@ TOPIC_BY_EVENT: dict[type[Event], Topic] = {kind: topic for topic in TOPICS for 
 
 
 def topic_of(event: Event) -> Topic:
-    """The topic an event belongs on."""
+    """The topic of an event."""
     return TOPIC_BY_EVENT[type(event)]

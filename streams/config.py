@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from streams.rules.advantage import AdvantageKind
+from replayground.streams.rules.advantage import AdvantageKind
 
 
 class StreamsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

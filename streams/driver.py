@@ -1,21 +1,21 @@
-"""Runs hops over any log, in one process and without Faust: for replay in bulk and for tests.
+"""Runs hops over any log, in one process and without Faust: for bulk replay and tests.
 
-Not covered: state lives in memory and is rebuilt by reading from the beginning; a crash loses nothing but time, since
-derived facts have derived ids and whoever reads them twice can tell.
+Not covered: state is in memory only, and a new driver reads from the beginning. After a crash it writes the same events
+again, with the same ids, by which readers recognise them.
 """
 
 from collections.abc import Callable, Sequence
 
-from schemas.ids import now_microseconds
-from streams.hops.hop import Hop
-from streams.log.protocol import Log
-from streams.stage import Change, Stage
+from replayground.schemas.ids import now_microseconds
+from replayground.streams.hops.hop import Hop
+from replayground.streams.log.protocol import Log
+from replayground.streams.stage import Change, Stage
 
 _EVENTS_AT_ONCE = 2000
 
 
 class Driver:
-    """All given hops over one log, each with its own reader from the beginning."""
+    """Runs the given hops over one log. Each has its own reader, from the beginning."""
 
     def __init__(
         self,
@@ -33,11 +33,12 @@ class Driver:
         ]
 
     def run_until_caught_up(self) -> None:
-        """Returns when every hop has read all there is and nothing new came of it."""
+        """Returns when every hop has read everything, new events included. Raises LogUnavailable, TooManyRejects."""
         advanced = True
         while advanced:
-            # a list, not any(): every stage must advance, also when an earlier one did
+            # A list, not any(): every stage must advance, also when an earlier one did.
             advances = [self._advance(number) for number in range(len(self._stages))]
+            # Events before states, as in the Faust app: a state must never be ahead of its events.
             self._log.flush()
             for (stage, _), states in zip(self._stages, self._states, strict=True):
                 keep_in_memory(stage, states)
@@ -53,11 +54,12 @@ class Driver:
         for delivery in deliveries:
             for event in stage.take(delivery):
                 self._log.append(event)
+        # An empty poll alone is not the end: a message may still be on its way from the broker.
         return bool(deliveries) or not reader.caught_up()
 
 
 def keep_in_memory(stage: Stage, states: dict[bytes, bytes]) -> None:
-    """A commit whose store is a dict. What is kept can be forgotten later: memory is bounded by the horizon of the hops."""
+    """Commits the states of a stage to a dict. Old keys are forgotten (streams.horizon), so memory stays bounded."""
 
     def write(key: bytes, change: Change) -> None:
         if (encoded := change.encoded) is None:
@@ -65,6 +67,7 @@ def keep_in_memory(stage: Stage, states: dict[bytes, bytes]) -> None:
         else:
             states[key] = encoded
 
+    # No offsets are committed: readers without a group have none.
     stage.begin_commit()
     stage.write_states(write)
     stage.end_commit()

@@ -1,15 +1,15 @@
 """Which keys a hop remembers: the newest of each partition, in the order of their first message.
 
     first message of a key ─► newest ● ● ● ● ● ● ● ● oldest ─► closed: forgotten
-                                 ▲                     └─────► open: again among the newest, for a few turns; then given up
+                                 ▲                     └─────► open: back to the newest, up to 64 times; then given up
                                  └──────────────────────────┘
 
-A key is closed when nothing more is expected of it. It is remembered until enough newer keys have begun, so that repeated
-messages are recognised. A hop thus holds its open work and a fixed number of closed keys, however long the run is.
+A key is closed when no further message is expected for it. It is remembered until enough newer keys have begun, so that
+repeats are recognised. So a hop holds its open keys and a fixed number of closed ones, however long the run is.
 
-The order is stored beside the states, in blocks, under keys of its own. A commit writes the blocks that were added to, then
-the ends, then the states and what is deleted. Killed in between, the stored order may name keys that have no state, which
-is harmless; a state that the order does not name would never be forgotten.
+The order is stored beside the states, in blocks, under reserved keys. A commit writes the blocks that were added to,
+then the bounds, then the states and deletions. If it is killed in between, the stored order may name keys without a
+state, which is harmless. A state that the order does not name would never be forgotten.
 """
 
 from collections import deque
@@ -19,19 +19,20 @@ import msgspec
 from msgspec import Struct
 
 type Stored = Callable[[bytes], bytes | None]
-"The state of a key as it was last written."
+"Reads the state of a key as it was last written; None when it has none."
 
 RESERVED = "\0"
-"begins the keys under which the order is stored; no key of an event may begin so"
+"prefix of the keys under which the order is stored; a stage rejects events whose key begins with it"
 
+# A commit rewrites the last block, however few keys were added to it.
 BLOCK_ENTRIES = 64
 TURNS_MAX = 64
-"""how often an open key is put back among the newest before it is given up: enough for a rollout of an hour beside many short
-ones, while an incomplete group left behind by a repeated message is removed eventually"""
+"""how often an open key goes back to the newest before it is given up: enough for a rollout of an hour beside many
+short ones; a group that a late repeat left incomplete is still removed eventually"""
 
 
 class Entry(Struct, frozen=True, array_like=True, gc=False):
-    """A key that is remembered."""
+    """A remembered key."""
 
     key: bytes
     offset: int
@@ -41,29 +42,29 @@ class Entry(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Block(Struct):
-    """Entries of consecutive numbers; None where one was forgotten, or is remembered under a later number."""
+    """Entries with consecutive numbers; None where the key was forgotten or has a later number now."""
 
     entries: list[Entry | None]
 
 
 class OrderBounds(Struct):
-    """Which numbers are in use: oldest … next - 1."""
+    """The numbers in use: oldest … next - 1."""
 
     oldest: int = 0
     next: int = 0
 
 
 class OrderWrites(Struct, frozen=True):
-    """What a commit has to store of an order: `before` the states, in this order, and `after` them."""
+    """What a commit stores of an order: `before` the states, and `after` them, each in the given sequence."""
 
     before: list[tuple[bytes, Struct | None]]
     after: list[tuple[bytes, Struct | None]]
     ends: OrderBounds
-    "as they will be when all of it is stored"
+    "as they are when everything is stored"
 
 
 class KeyOrder:
-    """The keys of one partition, as stored and as changed since."""
+    """The keys of one partition: as stored, and as changed since."""
 
     def __init__(self, partition: int, stored: Stored, block_entries: int = BLOCK_ENTRIES) -> None:
         self._partition = partition
@@ -72,7 +73,7 @@ class KeyOrder:
         self._oldest, self._next = ends.oldest, ends.next
         self._stored_ends = ends
         self._entries: deque[Entry | None] = deque()
-        "from the oldest number that is stored: until it is deleted there, a block that is written again must name it"
+        "from the oldest stored number on: a block that is rewritten must name its keys until their states are deleted"
         self._numbers: dict[bytes, int] = {}
         for number in range(self._oldest // self._block_entries, -(-self._next // self._block_entries)):
             self._load(number, _decode(stored(self._block_key(number)), Block) or Block([]))
@@ -84,15 +85,16 @@ class KeyOrder:
         return key in self._numbers
 
     def add(self, entry: Entry) -> None:
-        """As the newest."""
+        """Adds a key as the newest. It must not be in the order."""
         assert entry.key not in self._numbers, "a key with two numbers would leave an entry that is never forgotten"
         self._numbers[entry.key] = self._next
         self._entries.append(entry)
         self._next += 1
 
     def oldest(self) -> Entry:
-        """Of an order that is not empty."""
+        """The oldest key. The order must not be empty."""
         assert self._numbers, "an empty order has no oldest key"
+        # Gaps come from _load: the key has a later number, or was forgotten.
         while (entry := self._entries[self._oldest - self._stored_ends.oldest]) is None:
             self._oldest += 1
         return entry
@@ -102,7 +104,7 @@ class KeyOrder:
         self._oldest += 1
 
     def changes(self) -> OrderWrites | None:
-        """What was not stored yet; None when nothing has changed."""
+        """What is not stored yet; None when nothing has changed."""
         stored, ends = self._stored_ends, OrderBounds(self._oldest, self._next)
         assert stored.oldest <= ends.oldest <= ends.next, "numbers only grow"
         assert len(self._entries) == ends.next - stored.oldest, "entries start at the oldest number that is stored"
@@ -110,7 +112,8 @@ class KeyOrder:
             return None
         first_used = self._oldest // self._block_entries
         added = range(max(first_used, stored.next // self._block_entries), -(-self._next // self._block_entries))
-        # the oldest number stays as it was until what is forgotten now has been deleted
+        # The stored oldest number moves only in the next commit. This one deletes the states of forgotten keys, and the
+        # order must name them until that is done.
         ends_until_deleted = OrderBounds(stored.oldest, self._next)
         return OrderWrites(
             before=[*((self._block_key(n), self._block(n)) for n in added), (self._ends_key, ends_until_deleted)],
@@ -119,7 +122,7 @@ class KeyOrder:
         )
 
     def mark_stored(self, writes: OrderWrites) -> None:
-        """These are written."""
+        """Call it when `writes` are stored."""
         assert self._stored_ends.oldest <= writes.ends.oldest <= writes.ends.next <= self._next
         for _ in range(writes.ends.oldest - self._stored_ends.oldest):
             self._entries.popleft()
@@ -133,6 +136,7 @@ class KeyOrder:
         return f"{RESERVED}order/{self._partition}/{number}".encode()
 
     def _block(self, number: int) -> Block:
+        # Negative for the part of the block that is older than what is kept in memory: it is written as None.
         first = number * self._block_entries - self._stored_ends.oldest
         places = range(first, min(first + self._block_entries, len(self._entries)))
         return Block([self._entries[place] if place >= 0 else None for place in places])
@@ -143,7 +147,8 @@ class KeyOrder:
             entry = block.entries[number - first] if number - first < len(block.entries) else None
             self._entries.append(entry)
             if entry is not None:
-                if entry.key in self._numbers:  # it was put back among the newest
+                # A key that went back to the newest is stored twice; the later number counts.
+                if entry.key in self._numbers:
                     self._entries[self._numbers[entry.key] - self._oldest] = None
                 self._numbers[entry.key] = number
 

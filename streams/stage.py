@@ -1,10 +1,10 @@
-"""Runs a hop: messages in, events out, and the states that no commit has written yet.
+"""Runs a hop: messages in, events out, with the states that no commit has written yet.
 
-The Faust app, the driver and the simulator run hops through this class. They differ in where messages come from and where
-states are stored. A commit does, in this order: `begin_commit`, flush the events, `write_states`, commit the offsets,
-`end_commit`. So state is never ahead of its events and offsets are never ahead of the state: a process that is killed
-repeats work and loses nothing. streams.horizon forgets old keys, except those whose messages may be delivered again
-because their offsets are not committed.
+The Faust app, the driver and the simulator run hops through this class. They differ in where messages come from and
+where states are stored. A commit does, in this order: `begin_commit`, flush the events, `write_states`, commit the
+offsets, `end_commit`. So state is never ahead of its events, and offsets are never ahead of the state: a process that
+is killed repeats work and loses nothing. streams.horizon forgets old keys, except those whose messages may be delivered
+again because their offsets are not committed.
 """
 
 import struct
@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import structlog
 
-from schemas.events import Address, Event
-from schemas.ids import now_microseconds
-from streams.hops.hop import Hop, Outcome
-from streams.horizon import BLOCK_ENTRIES, RESERVED, TURNS_MAX, Entry, KeyOrder, OrderWrites, Stored
-from streams.log.protocol import Delivery
-from streams.rules.dead_letter import RejectLimit, give_up_rejection, rejection
+from replayground.schemas.events import Address, Event
+from replayground.schemas.ids import now_microseconds
+from replayground.streams.hops.hop import Hop, Outcome
+from replayground.streams.horizon import BLOCK_ENTRIES, RESERVED, TURNS_MAX, Entry, KeyOrder, OrderWrites, Stored
+from replayground.streams.log.protocol import Delivery
+from replayground.streams.rules.dead_letter import RejectLimit, give_up_rejection, rejection
 
 logger = structlog.get_logger()
 
@@ -40,7 +40,7 @@ class Change:
 
     @property
     def encoded(self) -> bytes | None:
-        """As it is stored: the offset of the message, then the state."""
+        """The stored form: the offset of the message, then the state. None = delete the key."""
         assert self.address.offset >= 0, "a negative offset stands for a key without a state"
         return None if self.state is None else _OFFSET.pack(self.address.offset) + msgspec.msgpack.encode(self.state)
 
@@ -69,7 +69,7 @@ class Stage:
         self._changed: dict[bytes, Change] = {}
         "since the last commit began"
         self._committing: dict[bytes, Change] = {}
-        "by the commit under way"
+        "written by the commit that has begun"
         self._orders: dict[int, KeyOrder] = {}
         "by partition"
         self._order_writes: dict[int, OrderWrites] = {}
@@ -79,22 +79,27 @@ class Stage:
         self._progress = CommitProgress()
 
     def take(self, delivery: Delivery, cause: Any = None) -> list[Event]:
-        """The events that follow from a message, or its reject. The new state is remembered until the next commit.
+        """The events that follow from a message, or its reject. The new state is kept until a commit writes it.
 
         Raises TooManyRejects."""
         event = delivery.event
+        # Also for messages that are skipped: their offsets are committed too.
         self._progress.take(delivery.address)
+        # Not counted: a busy run beside this one must not hide that this one rejects nearly everything.
         if delivery.other_run is not None:
-            self._limit.count(False)
             return []
         if event is None:
             return self._refuse(delivery, delivery.undecodable or "")
+        # Again: delivery.other_run is not set for every message of another run (Log.reader).
+        if event.meta.run_id != self._run_id:
+            return []
         key = self.hop.key(event)
-        if key is None or event.meta.run_id != self._run_id:
+        if key is None:
             self._limit.count(False)
             return []
+        # Such an event could overwrite the stored order of keys.
         if key.startswith(RESERVED):
-            return self._refuse(delivery, "the key of an event may not begin with a NUL")
+            return self._refuse(delivery, "the key of an event must not begin with a NUL")
         before = self._state(key.encode())
         outcome = self.hop.step(before, event, delivery.address)
         if outcome.refused is not None:
@@ -110,6 +115,7 @@ class Stage:
     def _state(self, key: bytes) -> Any:
         if self.hop.state_class is None:
             return None
+        # Newest first: changed since the commit began, then in the commit, then stored.
         change = self._changed.get(key) or self._committing.get(key)
         if change is not None:
             return change.state
@@ -121,7 +127,8 @@ class Stage:
         return None if stored is None else stored[_OFFSET.size :]
 
     def _remember(self, key: bytes, before: Any, outcome: Outcome, address: Address, cause: Any) -> list[Event]:
-        """Stores the new state of a key. Returns the rejects of keys that are given up to make room for it."""
+        """Keeps the new state of a key for the next commit. Returns the rejects of keys that are given up for it."""
+        # The hop returned the same object: nothing to store.
         if outcome.state is before:
             return []
         self._newest[address.partition] = (address, cause)
@@ -138,8 +145,9 @@ class Stage:
         return self._orders[partition]
 
     def _forget_oldest(self, order: KeyOrder, address: Address, cause: Any) -> list[Event]:
-        """Forgets up to two keys for the one that was added, so that an order that grew while many keys were open shrinks."""
+        """Forgets old keys after one was added. Returns the rejects of keys that are given up."""
         rejects: list[Event] = []
+        # Up to two for each key that was added: an order that grew while many keys were open shrinks again.
         for _ in range(2):
             if len(order) <= self.hop.keys_remembered:
                 break
@@ -150,6 +158,8 @@ class Stage:
                 order.drop_oldest()
                 order.add(Entry(oldest.key, oldest.offset, oldest.turns + 1))
                 continue
+            # Its messages may still be delivered again. If it were forgotten now, the second half of an attempt could
+            # arrive without its first half.
             if not self._progress.is_committed(address.partition, self._newest_offset(oldest.key)):
                 break
             order.drop_oldest()
@@ -160,7 +170,7 @@ class Stage:
         return rejects
 
     def _newest_offset(self, key: bytes) -> int:
-        """Of the messages that led to the state of the key; -1 when it has none."""
+        """The offset of the newest message in the state of the key; -1 when it has no state."""
         change = self._changed.get(key) or self._committing.get(key)
         if change is not None:
             return change.address.offset
@@ -174,7 +184,8 @@ class Stage:
         return give_up_rejection(self._run_id, self.hop.name, entry.key, began_at, reason, self._now())
 
     def begin_commit(self) -> None:
-        """Changes up to here belong to the commit that begins now; later ones to the next."""
+        """Starts a commit. Changes up to here belong to it, later ones to the next."""
+        # Merged, not replaced: an abandoned commit leaves its states, which this one writes.
         self._committing |= self._changed
         self._changed = {}
         self._progress.begin_commit()
@@ -182,28 +193,30 @@ class Stage:
         self._order_writes = {partition: writes for partition, writes in changes.items() if writes is not None}
 
     def write_states(self, write: Write) -> None:
-        """Passes every state of the commit to `write`, in an order in which a kill between any two writes is harmless."""
+        """Passes every state of the commit to `write`, in an order in which a kill between two writes loses nothing."""
         assert self._order_writes.keys() <= self._orders.keys(), "the order of a revoked partition would be written"
         # The order is written before the states: a state that no order names would never be forgotten.
         for partition, writes in self._order_writes.items():
             self._write_order(partition, writes.before, write)
         for key, change in self._committing.items():
             write(key, change)
+        # Blocks are deleted after the states that they name.
         for partition, writes in self._order_writes.items():
             self._write_order(partition, writes.after, write)
             self._orders[partition].mark_stored(writes)
         self._committing, self._order_writes = {}, {}
 
     def _write_order(self, partition: int, changes: list[tuple[bytes, msgspec.Struct | None]], write: Write) -> None:
+        # The order has no message of its own. It needs one of its partition, by which Faust chooses where to write.
         for key, state in changes:
             write(key, Change(state, *self._newest[partition]))
 
     def end_commit(self) -> None:
-        """The offsets that were known when the last commit began are committed."""
+        """Call it when the offsets of the commit are committed."""
         self._progress.end_commit()
 
     def forget(self, places: Container[tuple[str, int]]) -> None:
-        """Drops uncommitted states: another worker owns these partitions now, or they are read again from the last commit."""
+        """Drops uncommitted states of these partitions: their messages are read again, here or by another worker."""
         for changes in (self._changed, self._committing):
             for key in [key for key, of in changes.items() if (of.address.topic, of.address.partition) in places]:
                 del changes[key]
@@ -214,19 +227,19 @@ class Stage:
 
 
 class CommitProgress:
-    """Up to which offset of each partition messages are certainly not delivered again."""
+    """Knows up to which offset of each partition messages are certainly not delivered again."""
 
     def __init__(self) -> None:
         self._committed: dict[int, int] = {}
         self._taken: dict[int, int] = {}
         self._begun: dict[int, int] = {}
-        "taken when the newest commit began"
+        "offsets taken when the newest commit began"
         self._begun_before: dict[int, int] = {}
         "and when the one before it began, if that one succeeded"
 
     def take(self, address: Address) -> None:
         self._taken[address.partition] = address.offset + 1
-        # reading begins where the offsets were committed
+        # Reading begins at the committed offset.
         self._committed.setdefault(address.partition, address.offset)
 
     def is_committed(self, partition: int, offset: int) -> bool:
@@ -236,7 +249,8 @@ class CommitProgress:
         self._begun = dict(self._taken)
 
     def end_commit(self) -> None:
-        """Faust may commit slightly less than was taken when the commit began, so only the commit before it is trusted."""
+        """The newest commit has succeeded."""
+        # Faust may commit slightly less than was taken when the commit began, so only the commit before it is trusted.
         self._committed |= self._begun_before
         self._begun_before = self._begun
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploy.local.stack import LogAddresses, local_log
-from schemas.run import JobSettings, Run
+from replayground.deploy.local.stack import LogAddresses, local_log
+from replayground.schemas.run import JobSettings, Run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 
-from deploy.cli import app
-from deploy.documentation.reference import config_sections
-from schemas.job import load_job
-from streams.rules.scoring import scorers_by_name
+from replayground.deploy.cli import app
+from replayground.deploy.documentation.reference import config_sections
+from replayground.schemas.job import load_job
+from replayground.streams.rules.scoring import scorers_by_name
 from tests.producers.test_examples import demonstrations_right
 
 PROJECT = Path(__file__).resolve().parents[1]

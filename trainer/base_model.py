@@ -1,4 +1,4 @@
-"""The first weights: a model folder made from nothing, or a given one, checked."""
+"""Version 0 of the weights: a new random model, or a given model folder, checked."""
 
 import json
 import shutil
@@ -13,12 +13,13 @@ from safetensors.torch import save as save_safetensors
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from schemas.errors import BadInput
-from schemas.job import Job
-from trainer.config import ModelSettings
-from trainer.tokenizer import END, fit_tokenizer, tokenizer_config
+from replayground.schemas.errors import BadInput
+from replayground.schemas.job import Job
+from replayground.trainer.config import ModelSettings
+from replayground.trainer.tokenizer import END, fit_tokenizer, tokenizer_config
 
 WEIGHTS = "model.safetensors"
+# Files that are copied from a given model folder if they exist: vLLM and transformers read them.
 _CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,7 +36,8 @@ _ROPE_THETA = 10000.0
 
 
 def base_model(settings: ModelSettings, job: Job, seed: int, folder: Path) -> dict[str, Path]:
-    """Writes version 0 into a folder; its files by name. Raises BadInput for a given model that cannot be used."""
+    """Writes version 0 into a folder; returns its files by name. Raises BadInput for a given model that cannot be
+    used."""
     if settings.path is not None:
         read_model(Path(settings.path), folder)
     else:
@@ -60,17 +62,20 @@ def make_model(settings: ModelSettings, job: Job, seed: int) -> dict[str, bytes]
 
 
 def read_model(folder: Path, into: Path) -> None:
-    """Copies a given model: weights in one float32 file, the rest as they are. Raises BadInput."""
+    """Copies a given model: weights as one float32 file, the other files unchanged. Raises BadInput."""
     if not folder.is_dir():
         raise BadInput(f"model folder {folder} does not exist: set [trainer.model] path to a folder with config.json")
     config = _config_of(folder)
+    # Read only to fail here, at the start, and not in a server.
     _read_checked(folder / "tokenizer.json", lambda path: Tokenizer.from_file(str(path)))
     weights = _weights_of(folder)
     (into / "generation_config.json").write_bytes(_json({"eos_token_id": config.get("eos_token_id")}))
     (into / "tokenizer_config.json").write_bytes(_json({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    for name in _CARRIED:  # takes the place of what was only assumed
+    # After the two defaults above, which files of the given folder replace.
+    for name in _CARRIED:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, into / name)
+    # Both names: older releases of transformers read torch_dtype.
     (into / "config.json").write_bytes(_json({**config, "dtype": "float32", "torch_dtype": "float32"}))
     save_file(weights, into / WEIGHTS, metadata={"format": "pt"})
 
@@ -96,13 +101,16 @@ def _config(settings: ModelSettings, vocabulary_size: int, end: int | None) -> d
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": end,
-        "pad_token_id": None,  # transformers gives the embedding of a padding token no gradient, and ours is <|end|>
+        # transformers gives the embedding of a padding token no gradient, and ours would be <|end|>.
+        "pad_token_id": None,
         "dtype": "float32",
         "torch_dtype": "float32",
     }
 
 
 def _initial_weights(settings: ModelSettings, vocabulary_size: int, seed: int) -> dict[str, Tensor]:
+    # A generator of its own: the global one depends on what else has drawn from it, and the same seed must give the
+    # same bytes. The order of the draws below is part of that.
     generator = torch.Generator().manual_seed(seed)
 
     def drawn(rows: int, columns: int) -> Tensor:
@@ -151,7 +159,8 @@ def _read_checked(path: Path, read: Callable[[Path], Any]) -> Any:
         return read(path)
     except SafetensorError as error:
         raise BadInput(f"{path} is not a safetensors file: {error}") from error
-    except Exception as error:  # tokenizers raises bare Exception for a file it cannot read
+    # tokenizers raises bare Exception for a file it cannot read.
+    except Exception as error:
         raise BadInput(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 

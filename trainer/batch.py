@@ -1,12 +1,13 @@
-"""Trajectories to tensors: exact checks, then micro-batches in which every distinct prefix is computed once.
+"""Converts trajectories to tensors: checks them, then cuts micro-batches in which every distinct prefix is computed
+once.
 
-Members of a group share their prompt, and demonstrations share the system prompt. Sequences are sorted, so that a
-sequence repeats the beginning of the one before it; what is repeated is not computed again. Layers other than attention
-see each distinct token once and no padding; attention sees rows, padded on the right, where a causal mask hides it. The
+Members of a group share their prompt, and demonstrations share the system prompt. Sequences are sorted, so that each
+shares its longest prefix with the one before it, and that prefix is not computed again. Layers other than attention
+see each distinct token once and no padding. Attention sees rows padded on the right, which the causal mask hides. The
 head is applied at sampled positions only.
 
-A trajectory of several contexts (agents, or one agent whose view was rewritten) becomes one sequence a context: no agent
-attends to what another one saw. All of them have the trajectory's advantage.
+A trajectory of several contexts (several agents, or one agent whose context was rewritten) becomes one sequence for
+each context: no agent attends to what another one read. All of them have the trajectory's advantage.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -19,22 +20,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from schemas.errors import ReplaygroundError
-from schemas.events import TrajectoryAssembled
-from trainer.loss import token_shares
+from replayground.schemas.errors import ReplaygroundError
+from replayground.schemas.events import TrajectoryAssembled
+from replayground.trainer.loss import token_shares
 
 UNVERSIONED = -(2**31)
-"Stands for the version of a token that no versioned policy sampled."
+"Version of a token that no versioned policy sampled. Below every real version, and never equal to one."
+# Rows of one attention call. More rows mean more padding, fewer mean more calls.
 _ROWS_PER_BUCKET = 8
 
 
 class RefusedTrajectory(ReplaygroundError):
-    """A trajectory that cannot be trained on, and why."""
+    """A trajectory cannot be trained on. The message says why."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One context of a trajectory, checked. Every array has one entry a token."""
+    """One context of a trajectory, checked. Every array has one entry for each token."""
 
     tokens: NDArray[numpy.int32]
     sampled: NDArray[numpy.bool_]
@@ -44,37 +46,37 @@ class Episode:
     reward: float = 0.0
     version_oldest: int | None = None
     trajectory_id: str | None = None
-    "shared by the contexts of one trajectory; None = this one stands alone"
+    "the same for all contexts of one trajectory; None = a trajectory of its own"
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass reads, and what the loss needs of its sampled tokens, in the order of episodes."""
+    """The inputs of one forward pass, and what the loss needs about its sampled tokens, in the order of episodes."""
 
     tokens: Tensor
     "distinct tokens, [distinct]"
     positions: Tensor
-    "place of each in its sequence, [distinct]"
+    "position of each in its sequence, [distinct]"
     rows: tuple[Tensor, ...]
-    "sequences as indices of distinct tokens, padded with 0 on the right; one [rows, length] a bucket of like lengths"
+    "sequences as indices of distinct tokens, padded with 0 on the right; one [rows, length] for each bucket of lengths"
     first: Tensor
-    "where in the rows, laid end to end, each distinct token stands first, [distinct]"
+    "index of the first occurrence of each distinct token in all rows, flattened, [distinct]"
     before: Tensor
-    "distinct token that each sampled token was predicted from, [sampled]"
+    "index of the distinct token from which each sampled token was predicted, [sampled]"
     targets: Tensor
     "the sampled tokens, [sampled]"
     mu: Tensor
     advantage: Tensor
     version: Tensor
     trajectory: Tensor
-    "which sequence of the micro-batch, [sampled]; a ratio or a rejection of whole sequences is one of a context"
+    "sequence (context) of the micro-batch, [sampled]; sequence ratios and rejections are computed for each context"
     share: Tensor
-    "what each sampled token counts in the step's loss, [sampled]"
+    "weight of each sampled token in the loss of the step, [sampled]"
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """One optimizer batch: its micro-batches and the trajectories behind them."""
+    """One optimizer batch: its micro-batches and the episodes in them."""
 
     episodes: tuple[Episode, ...]
     micro_batches: tuple[MicroBatch, ...]
@@ -93,8 +95,10 @@ class TrainingBatch:
 def episodes_of(
     event: TrajectoryAssembled, vocabulary_size: int, advantage: float = 0.0, reward: float = 0.0, teacher: bool = False
 ) -> list[Episode]:
-    """The trajectory as arrays, one episode for each context in which something was sampled. A teacher's trajectory needs no
+    """The trajectory as arrays, one episode for each context with a sampled token. A teacher's trajectory needs no
     log-probabilities. Raises RefusedTrajectory."""
+    # Everything is checked before it becomes a tensor: a wrong length or id would train on wrong tokens silently, or
+    # fail inside the model without naming the trajectory.
     tokens = numpy.frombuffer(event.tokens, "<i4") if len(event.tokens) % 4 == 0 else _refuse(event, "odd token bytes")
     mask = numpy.frombuffer(event.loss_mask, numpy.uint8)
     if len(mask) != len(tokens):
@@ -123,7 +127,7 @@ def episodes_of(
 
 
 def counting_only(event: TrajectoryAssembled, agents: Collection[str]) -> TrajectoryAssembled:
-    """The trajectory with nothing marked as sampled but what these agents said; without names, as it is."""
+    """The trajectory with only the turns of these agents marked as sampled; unchanged without names."""
     if not agents:
         return event
     mask = bytearray(len(event.loss_mask))
@@ -140,8 +144,9 @@ def training_batch(
     length_constant: int = 512,
     refused: Iterable[str] = (),
 ) -> TrainingBatch:
-    """Episodes in micro-batches of at most so many distinct tokens. The cut changes nothing but rounding."""
+    """Episodes in micro-batches of at most so many distinct tokens. The split changes only rounding."""
     ordered = in_order(episodes)
+    # Over the whole batch, before it is split: the losses of the micro-batches then add up to that of the step.
     shares = _shares(ordered, aggregation, length_constant)
     micro_batches: list[MicroBatch] = []
     for start, end in _cuts(ordered, micro_batch_tokens_max):
@@ -150,12 +155,13 @@ def training_batch(
 
 
 def in_order(episodes: Iterable[Episode]) -> list[Episode]:
-    """Sorted token by token: neighbours share the longest beginnings. Equal sequences keep their order."""
+    """Sorted token by token: neighbours share the longest prefixes. Equal sequences keep their order."""
+    # As big-endian bytes, which sort like the (non-negative) token ids.
     return sorted(episodes, key=lambda episode: episode.tokens.astype(">i4").tobytes())
 
 
 def micro_batch(episodes: Sequence[Episode], shares: Sequence[Tensor]) -> MicroBatch:
-    """The tensors of one forward pass over episodes that are in order."""
+    """The tensors of one forward pass. The episodes must be sorted (in_order)."""
     inputs = [_inputs(episode) for episode in episodes]
     rows = _distinct(inputs)
     padded, first = _bucketed(rows)
@@ -169,6 +175,7 @@ def micro_batch(episodes: Sequence[Episode], shares: Sequence[Tensor]) -> MicroB
         ),
         rows=padded,
         first=first,
+        # places >= 1: _contexts refuses a sampled first token.
         before=_joined([row[places - 1] for (row, _), places in zip(rows, chosen, strict=True)]),
         targets=_joined([episode.tokens[places] for episode, places in zip(episodes, chosen, strict=True)]),
         mu=torch.from_numpy(_concatenated([e.logprobs[places] for e, places in zip(episodes, chosen, strict=True)])),
@@ -186,7 +193,8 @@ def _refuse(event: TrajectoryAssembled, reason: str) -> NDArray[numpy.int32]:
 
 
 def _contexts(event: TrajectoryAssembled, sampled: NDArray[numpy.bool_]) -> list[tuple[int, int]]:
-    """Where the contexts with sampled tokens stand. Raises RefusedTrajectory when they do not divide the trajectory."""
+    """Start and end of each context with a sampled token. Raises RefusedTrajectory when contexts do not fit the
+    tokens."""
     starts = [context.start for context in event.contexts] or [0]
     if starts[0] != 0 or any(a > b for a, b in pairwise([*starts, len(sampled)])):
         _refuse(event, f"its contexts start at {starts} in {len(sampled)} tokens")
@@ -197,6 +205,7 @@ def _contexts(event: TrajectoryAssembled, sampled: NDArray[numpy.bool_]) -> list
 
 
 def _logprobs(event: TrajectoryAssembled, sampled: NDArray[numpy.bool_], teacher: bool) -> NDArray[numpy.float32]:
+    # SFT does not use them.
     if teacher and not event.logprobs:
         return numpy.zeros(len(sampled), numpy.float32)
     if len(event.logprobs) != 4 * len(sampled):
@@ -208,6 +217,7 @@ def _logprobs(event: TrajectoryAssembled, sampled: NDArray[numpy.bool_], teacher
 
 
 def _versions(event: TrajectoryAssembled, length: int) -> NDArray[numpy.int64]:
+    # One version for each token, not for each trajectory: weights may be reloaded while a trajectory is played.
     versions = numpy.full(length, UNVERSIONED, numpy.int64)
     for segment in event.segments:
         if segment.policy_version is not None:
@@ -216,12 +226,13 @@ def _versions(event: TrajectoryAssembled, length: int) -> NDArray[numpy.int64]:
 
 
 def _inputs(episode: Episode) -> NDArray[numpy.int32]:
-    """What has to be read: the last sampled token and what follows it predict nothing that counts."""
+    """The tokens that the model reads: the last sampled token and what follows it predict nothing that is trained
+    on."""
     return episode.tokens[: int(numpy.flatnonzero(episode.sampled)[-1])]
 
 
 def _shares(episodes: Sequence[Episode], aggregation: str, length_constant: int) -> list[Tensor]:
-    """Contexts of one trajectory count as one: working in a team makes nobody's word weigh more."""
+    """Weight of each sampled token, by episode. Contexts of one trajectory count as one sequence (decision 0010)."""
     counts = torch.tensor([int(episode.sampled.sum()) for episode in episodes], dtype=torch.int64)
     numbers: dict[object, int] = {}
     of_episode = [numbers.setdefault(e.trajectory_id or id(e), len(numbers)) for e in episodes]
@@ -232,7 +243,7 @@ def _shares(episodes: Sequence[Episode], aggregation: str, length_constant: int)
 
 
 def _cuts(episodes: Sequence[Episode], tokens_max: int) -> Iterable[tuple[int, int]]:
-    """Stretches of episodes, each of at most tokens_max distinct tokens or a single episode."""
+    """Ranges of episodes, each of at most tokens_max distinct tokens or a single episode."""
     start, distinct = 0, 0
     previous: NDArray[numpy.int32] | None = None
     for index, episode in enumerate(episodes):
@@ -240,6 +251,7 @@ def _cuts(episodes: Sequence[Episode], tokens_max: int) -> Iterable[tuple[int, i
         new = len(tokens) - (0 if previous is None else _shared(previous, tokens))
         if index > start and distinct + new > tokens_max:
             yield start, index
+            # The first episode of a micro-batch shares its prefix with nobody in it.
             start, distinct, new = index, 0, len(tokens)
         distinct += new
         previous = tokens
@@ -248,14 +260,14 @@ def _cuts(episodes: Sequence[Episode], tokens_max: int) -> Iterable[tuple[int, i
 
 
 def _shared(left: NDArray[numpy.int32], right: NDArray[numpy.int32]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 def _distinct(inputs: Sequence[NDArray[numpy.int32]]) -> list[tuple[NDArray[numpy.int64], int]]:
-    """Each sequence as indices of distinct tokens, and from where on they are new."""
+    """Each sequence as indices of distinct tokens, and the position from which on they are new."""
     rows: list[tuple[NDArray[numpy.int64], int]] = []
     distinct = 0
     for index, tokens in enumerate(inputs):
@@ -267,8 +279,9 @@ def _distinct(inputs: Sequence[NDArray[numpy.int32]]) -> list[tuple[NDArray[nump
 
 
 def _bucketed(rows: Sequence[tuple[NDArray[numpy.int64], int]]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Rows padded together with rows of similar length, and where each distinct token stands first."""
-    fresh = [index for index, (row, new_from) in enumerate(rows) if new_from < len(row)]  # a repeated row adds nothing
+    """Rows, padded in buckets of similar length, and the index of the first occurrence of each distinct token."""
+    # A row without a new token is a prefix of the row before it: attention over it would compute nothing that is used.
+    fresh = [index for index, (row, new_from) in enumerate(rows) if new_from < len(row)]
     by_length = sorted(fresh, key=lambda index: len(rows[index][0]))
     first = numpy.zeros(sum(len(row) - new_from for row, new_from in rows), numpy.int64)
     buckets: list[Tensor] = []
@@ -280,6 +293,7 @@ def _bucketed(rows: Sequence[tuple[NDArray[numpy.int64], int]]) -> tuple[tuple[T
         for place, index in enumerate(members):
             row, new_from = rows[index]
             padded[place, : len(row)] = row
+            # Any occurrence would do: by causality the output depends only on the shared prefix.
             first[row[new_from:]] = base + place * length + numpy.arange(new_from, len(row))
         buckets.append(torch.from_numpy(padded))
         base += padded.size

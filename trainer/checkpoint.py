@@ -1,4 +1,4 @@
-"""The optimizer's state as a file: with it and the weights, training goes on bit for bit as if never interrupted."""
+"""The optimizer's state as a file: with it and the weights, training continues bit for bit as if never interrupted."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from schemas.errors import BlobDamaged
+from replayground.schemas.errors import BlobDamaged
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -16,7 +16,8 @@ OPTIMIZER = "optimizer.safetensors"
 def write_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], folder: Path
 ) -> dict[str, Path]:
-    """Writes the checkpoint into a folder; no file at all before the first step."""
+    """Writes the checkpoint into a folder and returns it by name; {} before the first step."""
+    # By name of the parameter, not by index as in state_dict: it does not depend on the order of parameters.
     tensors = {
         f"{name}/{key}": value.contiguous()
         for name, parameter in sorted(parameters.items())
@@ -31,7 +32,8 @@ def write_optimizer(
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], files: Mapping[str, Path]
 ) -> None:
-    """Gives a fresh optimizer the state of a checkpoint. Raises BlobDamaged when it is not one of these parameters."""
+    """Loads a checkpoint into a new optimizer. Raises BlobDamaged when it does not belong to these parameters."""
+    # Versions before the first GRPO step have no checkpoint: the optimizer stays new.
     if OPTIMIZER not in files:
         return
     try:
@@ -42,5 +44,6 @@ def restore_optimizer(
         name, _, key = place.rpartition("/")
         if name not in parameters:
             raise BlobDamaged(f"{OPTIMIZER} holds the state of {name}, which the model does not have")
-        # a copy: the loaded tensor is a view of the file, of any alignment, and products may depend on that
+        # A copy: the loaded tensor is a view of the file with any alignment, and results of products may depend on
+        # that.
         optimizer.state[parameters[name]][key] = value.clone()

@@ -1,4 +1,4 @@
-"""Settings of the trainer: what a TOML section may say, with a sentence under each field. No heavy import here."""
+"""Settings of the trainer: one struct for each TOML section, a sentence under each field. No heavy imports here."""
 
 from typing import Literal
 
@@ -63,31 +63,31 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     final_share: float = 0.05
     "share of the learning rate that a straight line over the job's steps ends at; 1 = constant"
     beta1: float = 0.9
-    "AdamW's memory of gradients"
+    "decay of AdamW's mean of gradients"
     beta2: float = 0.95
-    "AdamW's memory of squared gradients"
+    "decay of AdamW's mean of squared gradients"
     weight_decay: float = 0.0
-    "AdamW's pull towards zero"
+    "decoupled weight decay of AdamW"
     inner_steps: int = 2
     "optimizer steps on the whole batch"
     mode: LossMode = "decoupled"
     "which ratio is clipped and how staleness is corrected: see docs/learning.md"
     clip_low: float = 0.2
-    "a ratio below 1 - clip_low earns nothing more when the advantage is negative"
+    "a ratio below 1 - clip_low has no gradient when the advantage is negative"
     clip_high: float = 0.28
-    "a ratio above 1 + clip_high earns nothing more when the advantage is positive"
+    "a ratio above 1 + clip_high has no gradient when the advantage is positive"
     dual_clip: float = 3.0
     "bound of the loss of a token with negative advantage, in advantages"
     importance_weight_max: float = 2.0
     "truncation of the weight that corrects for stale sampling"
     icepop_low: float = 0.5
-    "icepop: a token whose weight is below it teaches nothing"
+    "icepop: a token whose importance weight is below this has no gradient"
     gspo_clip_low: float = 3e-4
     "gspo: clip_low of the ratio of a whole trajectory"
     gspo_clip_high: float = 4e-4
     "gspo: clip_high of the ratio of a whole trajectory"
     probability_drop: float = 0.2
-    "probability: a token whose probability has moved this far in the wanted direction teaches nothing more"
+    "probability: a token whose probability has moved this far in the wanted direction has no policy gradient"
     square_weight: float = 1e-3
     "probability: weight of the squared difference of log-probabilities"
     rejection_low: float | None = None
@@ -112,7 +112,7 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything the trainer can be told. TOML section [trainer]."""
+    """The trainer program. TOML section [trainer]."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
     "where the first weights come from"
@@ -122,12 +122,6 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "the learning rule"
     threads: int = 1
     "threads of torch; two on busy cores were 6 to 50 times slower than one"
-    versions_kept: int = 0
-    """weight versions that stay, the newest ones; those that an evaluation holds stay besides. 0 = all, otherwise at least
-    job.staleness_max + 1 and reloader.skipped_versions_max + 2. `replayground blobs sweep` then removes files of the others"""
-
-    def __post_init__(self) -> None:
-        _require(self.versions_kept >= 0, "versions_kept must be 0 (all) or a number of weight versions")
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -1,13 +1,13 @@
-"""The trainer program: batches become weights, each batch once.
+"""The trainer program: makes a weight version of each batch, exactly once.
 
     find the newest version of this run ─► none: base_model ─► publish version 0
     version 0 and demonstrations wanted ─► wait for them ─► engine.sft ─► publish version 1
     each BatchCut ─► read its trajectories ─► engine.grpo ─► blobs, then StepTaken + WeightsPublished + offset as one
 
-config says what is wanted, batch and loss say what is learned, engines compute it, publish words the facts. Nothing is kept
-beside the log and the blobs: a restart loads the newest version and goes on, and a batch that is done already is passed.
-With each version stands a snapshot that says from where on to look for the newest, so a restart does not read all of them.
-retention says which older versions go.
+Modules: config (settings), batch and loss (what is learned), engines (how it is computed), publish (blobs and events),
+retention (which older versions are removed). Nothing is kept outside of the log and the blobs: a restart loads the
+newest version and continues, and a batch that was already trained on is skipped. With each version a snapshot is
+written that says from where on to look for the newest version, so a restart does not read all of them.
 """
 
 import threading
@@ -17,23 +17,23 @@ from dataclasses import dataclass
 
 import structlog
 
-from schemas.blobs import Blobs, open_blobs
-from schemas.errors import Fenced, LogBroken, LogUnavailable, ReplaygroundError
-from schemas.events import BatchCut, Position, StepKind, StepTaken, TrajectoryAssembled, WeightsPublished
-from schemas.ids import now_microseconds
-from schemas.job import Job, load_job
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
-from streams.log.protocol import Log, Reader, Transactor
-from streams.log.takeover import fencing_error
-from streams.log.weights import newest_weights_from, removal_of, weights_snapshot
-from trainer.base_model import base_model
-from trainer.batch import counting_only
-from trainer.config import TrainerSettings
-from trainer.engines.protocol import Engine, GrpoBatch, StepReport
-from trainer.publish import Publisher, probe_of, probe_tokens
-from trainer.retention import Retention
-from trainer.scratch import scratch_folder
+from replayground.schemas.blobs import Blobs, open_blobs
+from replayground.schemas.errors import Fenced, LogBroken, LogUnavailable, ReplaygroundError
+from replayground.schemas.events import BatchCut, Position, StepKind, StepTaken, TrajectoryAssembled, WeightsPublished
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.job import Job, load_job
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
+from replayground.streams.log.protocol import Log, Reader, Transactor
+from replayground.streams.log.takeover import fencing_error
+from replayground.streams.log.weights import newest_weights_from, removal_of, weights_snapshot
+from replayground.trainer.base_model import base_model
+from replayground.trainer.batch import counting_only
+from replayground.trainer.config import TrainerSettings
+from replayground.trainer.engines.protocol import Engine, GrpoBatch, StepReport
+from replayground.trainer.publish import Publisher, probe_of, probe_tokens
+from replayground.trainer.retention import Retention
+from replayground.trainer.scratch import scratch_folder
 
 _POLL_SECONDS = 0.2
 _EVENTS_MAX = 2000
@@ -43,24 +43,27 @@ _logger = structlog.get_logger(__name__)
 
 
 class BatchOutOfOrder(ReplaygroundError):
-    """A batch was cut for other weights than the newest: the log or the cutter is not what this program takes it for."""
+    """A batch was cut for another version than the one to be trained next. The program ends."""
 
 
 class _Stopped(Exception):
-    """The program was told to stop while it waited or learned; what was begun is taken again at the next start."""
+    """`stop` was set while the program waited or trained. Unpublished work is repeated at the next start."""
 
 
 def run(run: Run, settings: TrainerSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
-    """The program. Returns when stop is set. Raises Fenced, TakenOver, LogBroken, BadInput, BatchOutOfOrder, BlobDamaged."""
-    import torch  # torch and the clients take seconds to import: only a trainer that really starts pays for them
+    """The program; returns when `stop` is set. Raises Fenced, TakenOver, LogBroken, BadInput, BatchOutOfOrder,
+    BlobDamaged."""
+    # torch and the clients take seconds to import: only a trainer that really starts pays for them.
+    import torch
 
-    from streams.log.connect import open_log
-    from trainer.engines.torch_engine import TorchEngine
+    from replayground.streams.log.connect import open_log
+    from replayground.trainer.engines.torch_engine import TorchEngine
 
     torch.set_num_threads(settings.threads)
     log = open_log(run)
     try:
         train(run, settings, log, open_blobs(run), TorchEngine(settings, run.seed), program_metrics, stop)
+    # Says whether a newer start took over: then the supervisor must not start this program again.
     except Fenced as error:
         raise fencing_error(log, run, error) from error
     finally:
@@ -77,7 +80,8 @@ def train(
     stop: threading.Event,
     now: Callable[[], int] = now_microseconds,
 ) -> None:
-    """The program over any log and engine. When the log is not available it starts over from what is published."""
+    """The program over any log and engine. When the log is unavailable, it starts over from the newest version on
+    it."""
     job = load_job(run.job.module)
     while not stop.is_set():
         try:
@@ -86,6 +90,8 @@ def train(
                 _TrainingLoop(run, settings, log, publisher, engine, job, program_metrics, stop).go()
         except _Stopped:
             return
+        # The outcome of a transaction may be unknown, and the engine may be ahead of the log: only what is published
+        # counts.
         except LogUnavailable as error:
             _logger.warning("log_unavailable", reason=str(error))
             program_metrics.detail = f"waiting for the log: {error}"
@@ -94,7 +100,7 @@ def train(
 
 @dataclass
 class _TrainingLoop:
-    """One stretch of work from the newest published version on, until stop or an error."""
+    """Trains from the newest published version on, until `stop` is set or an error is raised."""
 
     run: Run
     settings: TrainerSettings
@@ -108,11 +114,13 @@ class _TrainingLoop:
     retention: Retention | None = None
 
     def go(self) -> None:
-        # taking the transactional id first fences a trainer that is still running: what is newest now stays newest
+        # Before anything is read: taking the transactional id fences a trainer that is still running, so that the
+        # newest version found below stays the newest.
         transactor = self.log.transactor(f"trainer-{self.run.run_id}")
         try:
-            self.retention = Retention(self.log, self.run, self.settings.versions_kept, self._check_stop)
+            self.retention = Retention(self.log, self.run, self.run.job.versions_kept, self._check_stop)
             group = f"trainer-{self.run.run_id}"
+            # alone: no consumer group is joined, since the transactional id decides who may write (decision 0013).
             batches = self.log.reader(["batches"], group, alone=True, start=self.run.start, run_id=self.run.run_id)
             try:
                 version = self._load_or_create(transactor, batches)
@@ -127,7 +135,7 @@ class _TrainingLoop:
                 self.retention.close()
 
     def _load_or_create(self, transactor: Transactor, batches: Reader) -> int:
-        """Loads the newest version, or makes and publishes version 0."""
+        """Loads the newest version, or makes and publishes version 0. Returns its number."""
         newest = self._newest()
         if newest is None:
             self.program_metrics.detail = "making the base model"
@@ -154,6 +162,7 @@ class _TrainingLoop:
         first = self.run.job.first_version
         while True:
             if self.run.job.steps and version - first >= self.run.job.steps:
+                # Not returned from: the supervisor would start the program again.
                 self.program_metrics.detail = f"done: {self.run.job.steps} steps taken"
                 self._pause(_POLL_SECONDS)
                 continue
@@ -163,9 +172,10 @@ class _TrainingLoop:
                 version = self._step(batch, transactor, batches)
 
     def _next_batch(self, version: int, batches: Reader) -> BatchCut:
-        """The batch for these weights. One message is polled at a time: the transaction commits what was polled."""
+        """Blocks until the batch for this version arrives. Raises BatchOutOfOrder, _Stopped, LogUnavailable."""
         while True:
             self._check_stop()
+            # One message at a time: the transaction commits everything that was polled.
             for delivery in batches.poll(1, _POLL_SECONDS):
                 batch = delivery.event
                 if not isinstance(batch, BatchCut) or batch.meta.run_id != self.run.run_id:
@@ -178,16 +188,21 @@ class _TrainingLoop:
         expected = self.run.job.first_version + batch.index
         if batch.base_version != expected:
             raise BatchOutOfOrder(
-                f"batch {batch.index} is cut for version {batch.base_version} where {expected} is due: "
-                "were [job] demonstrations changed in the middle of the run?"
+                f"unexpected batch order: batch {batch.index} is for version {batch.base_version}, expected "
+                f"{expected}; was [job] demonstrations changed during the run?"
             )
         if batch.base_version > version:
-            raise BatchOutOfOrder(f"batch {batch.index} needs version {batch.base_version}, the newest is {version}")
-        return batch.base_version == version  # an older one was taken before a restart
+            raise BatchOutOfOrder(
+                f"unexpected batch order: batch {batch.index} is for version {batch.base_version}, the newest is "
+                f"{version}"
+            )
+        # An older batch was trained on before a restart, and its offset was not committed.
+        return batch.base_version == version
 
     def _step(self, batch: BatchCut, transactor: Transactor, batches: Reader) -> int:
         self.program_metrics.detail = f"taking step {batch.index}"
         began = time.monotonic()
+        # A batch refers to its trajectories by address, so it stays small.
         events = self.log.read_at([member.trajectory for member in batch.members])
         self.program_metrics.count("events_read", len(events))
         trains = self.run.job.trains
@@ -220,19 +235,23 @@ class _TrainingLoop:
         batches: Reader,
         batch_id: str | None = None,
     ) -> int:
-        """Blobs first, then everything that names them and the consumed offset in one transaction."""
+        """Publishes a version: files to blobs, then all events and the consumed offset in one transaction (P5).
+        Returns the version."""
         began = time.monotonic()
         saved = self.engine.save(self.publisher.weights_folder)
+        # The same tokens for every version, tokenized once.
         if self.probe_tokens is None:
             self.probe_tokens = probe_tokens(self.job, self.run.seed, saved["tokenizer.json"].read_bytes())
         probe = probe_of(self.engine, self.probe_tokens)
         checkpoint = self.engine.checkpoint(self.publisher.checkpoint_folder)
         ready = time.monotonic()
+        # Blobs before the events that name them: a version on the log is complete. A kill in between leaves blobs that
+        # nothing names, which a sweep removes (decision 0011).
         files, checkpoint_files = self.publisher.store(saved), self.publisher.store(checkpoint)
         report.seconds.update({"checkpoint": ready - began, "publish": time.monotonic() - ready})
         taken = self.publisher.step_taken(kind, base_version, version, report, batch_id)
         published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
-        # as long as the step waits for the log it counts as lag: a log that does not take it is seen as a stall
+        # While the step waits for the log it counts as lag, so that the harness notices a stall.
         self.program_metrics.gauge("lag", 1)
         self._commit(taken, published, transactor, batches)
         self.program_metrics.gauge("lag", 0)
@@ -243,22 +262,27 @@ class _TrainingLoop:
 
     def _commit(self, taken: StepTaken, published: WeightsPublished, transactor: Transactor, batches: Reader) -> None:
         assert self.retention is not None
+        # Tombstones of old versions are part of the transaction: an aborted one removes nothing.
         removed = self.retention.removed_by(published.version)
         state = self.retention.state(published.version, removed)
         snapshot = weights_snapshot(self.log, self.run, published, state, self.retention.positions())
         transactor.commit([taken, published, snapshot], batches, [removal_of(self.run, version) for version in removed])
+        # After the commit: if that raises, the versions are still there.
         self.retention.published(state)
         if removed:
             _logger.info("versions_removed", versions=removed)
 
     def _newest(self) -> WeightsPublished | None:
-        """Raises LogBroken when the version of the newest snapshot is not on the log."""
+        """The newest version of the run; None when there is none. Raises LogBroken when the version of the newest
+        snapshot is not on the log."""
+        # The two were written in one transaction, so a missing version means that the end of the topic was lost. Going
+        # on would publish other weights under a number that was already used.
         start, expected = newest_weights_from(self.log, self.run)
         newest = self._newest_from(start)
         if expected is not None and (newest is None or newest.version < expected):
             raise LogBroken(
-                f"the snapshot of the trainer was taken with version {expected}, which is not on the log: topic weights was "
-                "cut off or replaced; restore it, or start another run"
+                f"the newest snapshot of the trainer is of version {expected}, which is not on the log: topic weights "
+                "was truncated or replaced; restore it, or start another run"
             )
         return newest
 
@@ -277,10 +301,8 @@ class _TrainingLoop:
         return newest
 
     def _demonstrations(self) -> list[TrajectoryAssembled]:
-        """As many ended demonstrations as are configured, those given up among them, in the order of their ids.
-
-        An attempt that ended by infra_error does not fill its place; a later attempt of the same trajectory does.
-        """
+        """Blocks until the configured number of demonstrations has ended, including those that were given up; returns
+        them in the order of their ids. Raises _Stopped, LogUnavailable."""
         wanted = self.run.job.demonstrations
         found: dict[str, TrajectoryAssembled] = {}
         reader = self.log.reader(["trajectories"], start=self.run.start, run_id=self.run.run_id)
@@ -291,6 +313,7 @@ class _TrainingLoop:
                 for delivery in reader.poll(_EVENTS_MAX, _POLL_SECONDS):
                     self.program_metrics.count("events_read")
                     event = delivery.event
+                    # By trajectory: an attempt that ended by infra_error does not count, a later attempt does.
                     if isinstance(event, TrajectoryAssembled) and self._demonstrates(event):
                         found.setdefault(str(event.meta.trajectory_id), event)
         finally:
@@ -302,6 +325,7 @@ class _TrainingLoop:
         return meta.run_id == self.run.run_id and meta.purpose == "demonstrate" and event.ended_by != "infra_error"
 
     def _progress(self, share: float, loss: float) -> None:
+        # Raises inside the cold start, which takes a minute or more.
         self._check_stop()
         self.program_metrics.gauge("progress", share)
         self.program_metrics.detail = f"learning from demonstrations: {share:.0%}, loss {loss:.3f}"
@@ -320,7 +344,7 @@ class _TrainingLoop:
 
 
 def learning_rate_share(index: int, steps: int, final_share: float) -> float:
-    """From 1 at the first batch towards the final share after the last, in a straight line; 1 when there is no last."""
+    """Linear from 1 at the first batch to the final share after the last; always 1 when the job has no last step."""
     if steps == 0:
         return 1.0
     return final_share + (1.0 - final_share) * (1.0 - min(index, steps) / steps)

@@ -1,8 +1,9 @@
-"""The GRPO loss and its variants, pure: tensors in, a loss and figures out. Formulas: docs/learning.md.
+"""The GRPO loss and its variants. Pure: tensors in, a loss and figures out. Formulas: docs/learning.md.
 
-Per token: mask m (1 = sampled by the policy), mu = log-probability at sampling, prox = the trainer's at the start of the
-batch, theta = the trainer's now, A = advantage of its trajectory, share = what the token counts in the whole optimizer
-step (1 / N for the token mean). Shares are made over the whole step, so the losses of micro-batches add up.
+Per token: mask m (1 = sampled by the policy), mu = log-probability at sampling, prox = the trainer's at the start of
+the batch, theta = the trainer's now, A = advantage of its trajectory, share = weight of the token in the loss of the
+whole optimizer step (1 / N for the token mean). Shares are computed over the whole step, so the losses of micro-batches
+add up.
 """
 
 from collections.abc import Callable
@@ -11,14 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.config import GrpoSettings, LossMode
+from replayground.trainer.config import GrpoSettings, LossMode
 
+# Bounds exp(): a token that the trainer considers impossible would give an infinite ratio, and then NaN gradients.
 LOGRATIO_MAX = 20.0
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of whole trajectories, flat: every tensor has one entry a token."""
+    """Tokens of whole trajectories, flattened: every tensor has one entry for each token."""
 
     theta: Tensor
     prox: Tensor
@@ -33,13 +35,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """What a mode says of each token."""
+    """The result of a loss mode for each token."""
 
     loss: Tensor
     weight: Tensor
-    "what the effective sample size is taken of: the importance weight, or the ratio where there is none"
+    "what the effective sample size is computed from: the importance weight, or the ratio in modes without one"
     removed: Tensor
-    "bool: the clip took this token's gradient away"
+    "bool: the clip removed the gradient of this token"
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,17 @@ class LossFigures:
 
 
 def policy_loss(tokens: Tokens, rules: GrpoSettings) -> tuple[Tensor, LossFigures]:
-    """The part of the step's loss that these tokens make, and their figures. Tokens outside the mask have no gradient."""
+    """The contribution of these tokens to the loss of the step, and their figures. Tokens outside the mask have no
+    gradient."""
     terms = MODES[rules.mode](tokens, rules)
     counted = tokens.mask & ~rejection_mask(tokens, rules)
+    # where and not a product with the mask: 0 * inf would be NaN.
     loss = torch.where(counted, terms.loss * tokens.share, 0.0).sum()
     return loss, _figures(tokens, terms)
 
 
 def token_shares(trajectory: Tensor, mask: Tensor, aggregation: str, length_constant: int) -> Tensor:
-    """What each token of a whole optimizer step counts in its loss. All zero when nothing was sampled."""
+    """Weight of each token of a whole optimizer step in its loss. All zero when nothing was sampled."""
     sampled = mask.to(torch.float64)
     lengths = torch.zeros(int(trajectory.max()) + 1 if trajectory.numel() else 0, dtype=torch.float64)
     lengths = lengths.index_add(0, trajectory, sampled)
@@ -99,7 +103,7 @@ def token_shares(trajectory: Tensor, mask: Tensor, aggregation: str, length_cons
 
 
 def rejection_mask(tokens: Tokens, rules: GrpoSettings) -> Tensor:
-    """Tokens of trajectories whose geometric mean of prox / mu is out of bounds. Their count stays in N."""
+    """Tokens of trajectories whose geometric mean of exp(prox - mu) is out of bounds. They still count in N."""
     if rules.rejection_low is None and rules.rejection_high is None:
         return torch.zeros_like(tokens.mask)
     mean = _exp(_trajectory_mean(tokens.prox - tokens.mu, tokens)).detach()
@@ -116,7 +120,7 @@ def _decoupled(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
 
 
 def _bypass(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
-    """prox := mu. Another weight would count staleness twice."""
+    """prox := mu, and no importance weight: it would correct for staleness twice."""
     ratio = _exp(tokens.theta - tokens.mu)
     loss, removed = _clipped(tokens.advantage, ratio, rules.clip_low, rules.clip_high, rules.dual_clip)
     return TokenTerms(loss, ratio.detach(), removed)
@@ -124,6 +128,7 @@ def _bypass(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
 
 def _probability(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     ratio = _exp(tokens.theta - tokens.mu)
+    # Clipped by the change of the probability, not of its ratio: a ratio says little about a rare token.
     moved = (tokens.theta.exp() - tokens.mu.exp()).detach()
     drop = rules.probability_drop
     removed = ((tokens.advantage > 0) & (moved > drop)) | ((tokens.advantage < 0) & (moved < -drop))
@@ -141,11 +146,13 @@ def _gspo(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
 
 def _cispo(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     weight = _truncated_weight(tokens, rules)
+    # Detached: the ratio is only a weight, and the gradient comes from theta alone, so that no token loses it.
     ratio = _exp(tokens.theta - tokens.prox).clamp(max=1 + rules.clip_high).detach()
     return TokenTerms(-weight * ratio * tokens.advantage * tokens.theta, weight, torch.zeros_like(tokens.mask))
 
 
 def _icepop(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
+    # Tokens on which server and trainer disagree are left out instead of being truncated.
     rho = _exp(tokens.prox - tokens.mu).detach()
     inside = (rho >= rules.icepop_low) & (rho <= rules.importance_weight_max)
     weight = torch.where(inside, rho, 0.0)
@@ -165,8 +172,9 @@ MODES: dict[LossMode, Callable[[Tokens, GrpoSettings], TokenTerms]] = {
 
 
 def _clipped(advantage: Tensor, ratio: Tensor, low: float, high: float, dual: float) -> tuple[Tensor, Tensor]:
-    """max(-A r, -A clip(r)), at most -dual A where A < 0; and where that took the gradient away."""
+    """max(-A r, -A clip(r)), at most -dual A where A < 0; and for which tokens that removed the gradient."""
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+    # Without this bound the loss of a token with negative advantage grows with its ratio without limit.
     loss = torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
     above = (advantage > 0) & (ratio > 1 + high)
     below = (advantage < 0) & (ratio < 1 - low)
@@ -175,6 +183,7 @@ def _clipped(advantage: Tensor, ratio: Tensor, low: float, high: float, dual: fl
 
 
 def _truncated_weight(tokens: Tokens, rules: GrpoSettings) -> Tensor:
+    # Truncated from above only: large weights are what makes the variance of the gradient large.
     return _exp(tokens.prox - tokens.mu).clamp(max=rules.importance_weight_max).detach()
 
 
@@ -183,7 +192,7 @@ def _exp(logratio: Tensor) -> Tensor:
 
 
 def _trajectory_mean(values: Tensor, tokens: Tokens) -> Tensor:
-    """Mean over the sampled tokens of each token's trajectory, one entry a token."""
+    """Mean over the sampled tokens of each token's trajectory, one entry for each token."""
     count = int(tokens.trajectory.max()) + 1 if tokens.trajectory.numel() else 0
     sampled = tokens.mask.to(values.dtype)
     sums = values.new_zeros(count).index_add(0, tokens.trajectory, values * sampled)

@@ -1,4 +1,4 @@
-"""A weight version as facts: its files as blobs, the step that made it, and the probe a server has to agree with."""
+"""Publishes a weight version: its files as blobs, its events, and the probe that a server has to agree with."""
 
 import hashlib
 import tempfile
@@ -8,31 +8,32 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from schemas.blobs import Blobs
-from schemas.errors import BadInput
-from schemas.events import Meta, Probe, StepKind, StepTaken, WeightsFile, WeightsPublished
-from schemas.ids import derived_id
-from schemas.job import Job
-from schemas.packed import pack_logprobs, pack_tokens
-from schemas.run import Run
-from trainer.config import TrainerSettings
-from trainer.engines.protocol import Engine, StepReport
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Meta, Probe, StepKind, StepTaken, WeightsFile, WeightsPublished
+from replayground.schemas.ids import derived_id
+from replayground.schemas.job import Job
+from replayground.schemas.packed import pack_logprobs, pack_tokens
+from replayground.schemas.run import Run
+from replayground.trainer.config import TrainerSettings
+from replayground.trainer.engines.protocol import Engine, StepReport
 
+# Enough to tell two versions apart, and computed in milliseconds while a server is paused.
 _PROBE_TOKENS_MAX = 32
 
 
 class Publisher:
-    """Stores files and words the events of one run. Remembers files that did not change, so that they cost nothing."""
+    """Stores files as blobs and makes the events of one run. Files that do not change are stored only once."""
 
     def __init__(self, run: Run, settings: TrainerSettings, blobs: Blobs, now: Callable[[], int], folder: Path) -> None:
-        """The folder is for the files of the newest version and for those of the next one."""
+        """`folder` holds the files of the loaded version and of the next one."""
         self._run = run
         self._blobs = blobs
         self._now = now
         self._code_hash = code_hash()
         self._config_hash = hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()
         self._folder = folder
-        # where an engine writes the next version: the only files that change
+        # Where the engine writes the next version. Files elsewhere never change, so they are stored once (_store_one).
         self._saved = folder / "saved"
         self.weights_folder, self.checkpoint_folder = self._saved / "weights", self._saved / "checkpoint"
         for made in (self.weights_folder, self.checkpoint_folder):
@@ -40,22 +41,25 @@ class Publisher:
         self._known: dict[Path, WeightsFile] = {}
 
     def new_folder(self) -> Path:
-        """An empty folder whose files will not change."""
+        """A new, empty folder for files that will not change."""
         return Path(tempfile.mkdtemp(dir=self._folder))
 
     def fetch(self, files: list[WeightsFile]) -> dict[str, Path]:
-        """Files of a published version. Raises BlobDamaged."""
+        """Downloads files of a published version; returns their paths by name. Blocks. Raises BlobDamaged,
+        BlobsUnavailable."""
         folder = self.new_folder()
         fetched: dict[str, Path] = {}
         for number, file in enumerate(files):
-            path = folder / str(number)  # a name on the log must not lead out of the folder
+            # Numbered: names come from the log, and `../x` would be written outside of the folder.
+            path = folder / str(number)
             self._blobs.get_to_file(file.uri, file.sha256, path)
             self._known[path] = file
             fetched[file.name] = path
         return fetched
 
     def store(self, files: Mapping[str, Path]) -> list[WeightsFile]:
-        """Writes files durably. A file that is where it was the last time is not even hashed, unless it was saved anew."""
+        """Writes files to blobs, durably. An unchanged file is neither written nor hashed again. Blocks. Raises
+        BlobsUnavailable."""
         return [self._store_one(name, path) for name, path in sorted(files.items())]
 
     def step_taken(
@@ -102,6 +106,7 @@ class Publisher:
         self, kind: str, category: str, topic: str, base_version: int | None, new_version: int, batch_id: str | None
     ) -> Meta:
         return Meta(
+            # Derived: a step that is repeated after a restart has the same id, and readers know it by that.
             id=derived_id(kind, self._run.run_id, batch_id, base_version, new_version),
             run_id=self._run.run_id,
             category=category,
@@ -117,13 +122,14 @@ class Publisher:
             return self._known[path]
         put = self._blobs.put_file(path)
         file = WeightsFile(name=name, uri=put.uri, sha256=put.sha256, size_bytes=put.size_bytes)
+        # The engine overwrites files there at every step.
         if not path.is_relative_to(self._saved):
             self._known[path] = file
         return file
 
 
 def probe_tokens(job: Job, seed: int, tokenizer_json: bytes) -> list[int]:
-    """One fixed prompt of the job as ids. Raises BadInput when the job has no task."""
+    """Token ids of one fixed prompt of the job. Raises BadInput when the job has no task."""
     task = next(iter(job.tasks("train", seed)), None)
     if task is None:
         raise BadInput(f"job {job.name} has no task: tasks(split, seed) must give at least one")
@@ -137,7 +143,7 @@ def probe_of(engine: Engine, tokens: list[int]) -> Probe:
 
 
 def code_hash() -> str:
-    """Digest of the trainer's own source files."""
+    """SHA-256 of the trainer's source files, comments included."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
     for path in sorted(folder.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""A temporary folder that is cleared away even if its process is killed."""
+"""A temporary folder that is removed even if its process is killed: by the next process that makes one."""
 
 import fcntl
 import os
@@ -13,13 +13,14 @@ _LOCK = "in-use"
 
 @contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
-    """A folder of this process, gone at the end; TMPDIR says where. What killed processes left there is removed first:
-    models are large, and a trainer may be killed often. The kernel frees the lock of a process that is gone."""
+    """A new folder below TMPDIR, removed at the end. Folders that killed processes left there are removed first."""
+    # Models are large, and a trainer may be killed often: what is left behind would fill the disk.
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         _remove_unused(left)
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         with (folder / _LOCK).open("wb") as lock:
+            # Held until the block ends. The kernel releases it when the process dies.
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield folder
     finally:
@@ -27,7 +28,8 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def _remove_unused(folder: Path) -> None:
-    # no lock yet means that its process has just begun; a lock held, or a folder of somebody else, raises OSError
+    # A folder without a lock file belongs to a process that has just started. That, a held lock and the folder of
+    # another user all raise OSError, and the folder stays.
     with suppress(OSError):
         descriptor = os.open(folder / _LOCK, os.O_RDWR)
         try:

@@ -1,4 +1,4 @@
-"""The cold start: a teacher's turns are learned token by token, with Muon for hidden weights and AdamW for the rest."""
+"""The cold start: supervised fine-tuning on a teacher's turns, with Muon for hidden weights and AdamW for the rest."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from schemas.errors import BadInput
-from schemas.events import TrajectoryAssembled
-from trainer.batch import Episode, RefusedTrajectory, TrainingBatch, episodes_of, training_batch
-from trainer.config import SftSettings
-from trainer.engines.protocol import Model, Progress
-from trainer.muon import Muon
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import TrajectoryAssembled
+from replayground.trainer.batch import Episode, RefusedTrajectory, TrainingBatch, episodes_of, training_batch
+from replayground.trainer.config import SftSettings
+from replayground.trainer.engines.protocol import Model, Progress
+from replayground.trainer.muon import Muon
 
+# Distinct tokens of one micro-batch; bounds memory.
 _TOKENS_MAX = 4096
 _PROGRESS_STEPS = 10
 _BETAS = (0.9, 0.95)
@@ -22,21 +23,23 @@ _BETAS = (0.9, 0.95)
 
 @dataclass(frozen=True)
 class SftFigures:
-    """What a cold start came to."""
+    """Figures of a cold start."""
 
     loss_first: float
     loss_last: float
     "mean over the last tenth of the steps"
     tokens: int
-    "sampled tokens learned from, repeats counted"
+    "sampled tokens trained on, repetitions counted"
 
 
 def demonstrations_of(events: Sequence[TrajectoryAssembled], vocabulary_size: int) -> list[Episode]:
-    """What can be learned from, in an order that depends on nothing but what was said: two runs of one seed learn the
-    same. Raises BadInput when nothing can."""
+    """Episodes of all usable demonstrations. Raises BadInput when there is none."""
     episodes: list[Episode] = []
     reasons: list[str] = []
+    # In an order that depends only on the tokens: two runs with one seed learn the same, although ids and arrival
+    # differ.
     for event in sorted(events, key=lambda event: (event.tokens, event.meta.trajectory_id or "")):
+        # The teacher did not end these itself, so they may stop anywhere.
         if event.ended_by in ("infra_error", "cancelled"):
             continue
         try:
@@ -52,6 +55,7 @@ def fine_tune(
     model: Model, episodes: Sequence[Episode], settings: SftSettings, seed: int, progress: Progress
 ) -> SftFigures:
     """Changes the model's parameters in place. The same episodes and seed give the same weights."""
+    # Muon is for matrices of hidden layers. With AdamW alone the cold start was much weaker.
     hidden = set(model.hidden_weights())
     muon = Muon([model.parameters[name] for name in sorted(hidden)], settings.muon_momentum)
     rest = [tensor for name, tensor in sorted(model.parameters.items()) if name not in hidden]
@@ -61,6 +65,7 @@ def fine_tune(
     for step, chosen in enumerate(_draws(len(episodes), settings, seed)):
         batch = training_batch([episodes[index] for index in chosen], _TOKENS_MAX)
         losses.append(_gradients(model, batch))
+        # Over all parameters, although two optimizers share them.
         torch.nn.utils.clip_grad_norm_(model.parameters.values(), settings.gradient_clip)
         share = learning_rate_share(step, settings)
         adamw.param_groups[0]["lr"] = settings.adamw_learning_rate * share
@@ -75,7 +80,7 @@ def fine_tune(
 
 
 def learning_rate_share(step: int, settings: SftSettings) -> float:
-    """Linear warm-up, then a cosine down to the final share."""
+    """Share of the learning rates at a step: linear warm-up, then a cosine down to the final share."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -83,10 +88,11 @@ def learning_rate_share(step: int, settings: SftSettings) -> float:
 
 
 def _draws(count: int, settings: SftSettings, seed: int) -> Iterator[list[int]]:
-    """Indices of each step's episodes: shuffled epochs laid end to end."""
+    """Indices of the episodes of each step: shuffled epochs, one after another."""
     generator = torch.Generator().manual_seed(seed)
     queue: list[int] = []
     for _ in range(settings.steps):
+        # A loop: there may be fewer episodes than a batch needs.
         while len(queue) < settings.batch:
             queue += torch.randperm(count, generator=generator).tolist()
         yield queue[: settings.batch]
@@ -94,7 +100,7 @@ def _draws(count: int, settings: SftSettings, seed: int) -> Iterator[list[int]]:
 
 
 def _gradients(model: Model, batch: TrainingBatch) -> float:
-    """Leaves the gradient of the mean over the batch's sampled tokens in the parameters; returns that mean."""
+    """Computes the gradient of the mean loss over the sampled tokens of the batch; returns that mean."""
     _release_gradients(model)
     total = 0.0
     for micro in batch.micro_batches:

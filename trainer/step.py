@@ -1,4 +1,4 @@
-"""One batch of practice: inner optimizer steps over all micro-batches, and the figures that say how it went."""
+"""One GRPO batch: inner optimizer steps over all micro-batches, and the metrics of the step."""
 
 import math
 from collections import Counter
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trainer.batch import Episode, MicroBatch, TrainingBatch
-from trainer.config import GrpoSettings
-from trainer.engines.protocol import Model
-from trainer.loss import LossFigures, Tokens, policy_loss
+from replayground.trainer.batch import Episode, MicroBatch, TrainingBatch
+from replayground.trainer.config import GrpoSettings
+from replayground.trainer.engines.protocol import Model
+from replayground.trainer.loss import LossFigures, Tokens, policy_loss
 
 PASSED = 1.0
 "A reward of at least this is a pass."
@@ -19,7 +19,7 @@ PASSED = 1.0
 
 @dataclass
 class _Inner:
-    """What one inner step came to."""
+    """Figures of one inner step."""
 
     loss: float = 0.0
     figures: LossFigures = field(default_factory=LossFigures)
@@ -30,7 +30,7 @@ class _Inner:
 def take_step(
     model: Model, optimizer: torch.optim.Optimizer, batch: TrainingBatch, settings: GrpoSettings, base_version: int
 ) -> dict[str, float]:
-    """Changes the model's parameters in place; returns the figures. A gradient that is not finite changes nothing."""
+    """Trains on one batch in place; returns the metrics. An inner step whose gradient is not finite is skipped."""
     prox: list[Tensor] = []
     entropy = 0.0
     inner_steps: list[_Inner] = []
@@ -40,7 +40,8 @@ def take_step(
         for index, micro in enumerate(batch.micro_batches):
             logprobs = torch.log_softmax(model.logits(micro), -1)
             theta = logprobs.gather(1, micro.targets[:, None]).squeeze(1)
-            if inner == 0:  # nothing has moved yet: the first pass gives the trainer's view at the start of the batch
+            # The weights have not moved yet, so the first pass gives prox without a forward pass of its own.
+            if inner == 0:
                 prox.append(theta.detach())
                 entropy += _entropy_sum(logprobs.detach())
             loss, figures = policy_loss(_loss_tokens(micro, theta, prox[index]), settings)
@@ -49,6 +50,7 @@ def take_step(
             taken.figures += figures
         _apply(model, optimizer, settings.gradient_clip, taken)
         inner_steps.append(taken)
+    # Frees the gradients: they are as large as the model and stay unused until the next batch.
     optimizer.zero_grad(set_to_none=True)
     return {
         **_loss_metrics(inner_steps),
@@ -62,7 +64,8 @@ def take_step(
 
 
 def batch_metrics(episodes: Sequence[Episode], base_version: int) -> dict[str, float]:
-    """Rewards and staleness of the trajectories, each counted once however many contexts it has."""
+    """Rewards and staleness of the trajectories."""
+    # One episode for each trajectory: one with several contexts must not count several times.
     episodes = list({episode.trajectory_id or id(episode): episode for episode in episodes}.values())
     lags = [base_version - e.version_oldest for e in episodes if e.version_oldest is not None]
     histogram = {f"staleness_{lag}": float(count) for lag, count in sorted(Counter(lags).items())}
@@ -77,7 +80,8 @@ def batch_metrics(episodes: Sequence[Episode], base_version: int) -> dict[str, f
 
 
 def gap_metrics(micros: Sequence[MicroBatch], prox: Sequence[Tensor], base_version: int) -> dict[str, float]:
-    """How far server and trainer are apart on tokens that these very weights sampled: rounding, or something is wrong."""
+    """Difference between the log-probabilities of server and trainer, on tokens sampled by the version being trained.
+    More than rounding means that weights, tokens or version labels are wrong."""
     gaps = [
         (micro.mu - own)[micro.version == base_version].abs().double() for micro, own in zip(micros, prox, strict=True)
     ]
@@ -90,12 +94,14 @@ def gap_metrics(micros: Sequence[MicroBatch], prox: Sequence[Tensor], base_versi
 
 
 def _loss_tokens(micro: MicroBatch, theta: Tensor, prox: Tensor) -> Tokens:
+    # A micro-batch has only sampled tokens.
     mask = torch.ones_like(micro.targets, dtype=torch.bool)
     return Tokens(theta, prox, micro.mu, micro.advantage, mask, micro.trajectory, micro.share)
 
 
 def _apply(model: Model, optimizer: torch.optim.Optimizer, gradient_clip: float, taken: _Inner) -> None:
     taken.gradient_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters.values(), gradient_clip))
+    # Clipping scales by the norm: with an infinite one, the step would turn parameters into NaN.
     if math.isfinite(taken.gradient_norm):
         optimizer.step()
     else:
@@ -103,7 +109,8 @@ def _apply(model: Model, optimizer: torch.optim.Optimizer, gradient_clip: float,
 
 
 def _loss_metrics(inner_steps: Sequence[_Inner]) -> dict[str, float]:
-    """Means over the inner steps; the clip can act from the second on."""
+    """Means over the inner steps."""
+    # In the modes whose ratio is to prox, the first inner step has ratio 1, so its clip_share is 0.
     figures = [taken.figures for taken in inner_steps]
     return {
         "loss": _mean([taken.loss for taken in inner_steps]),

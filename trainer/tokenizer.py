@@ -1,4 +1,4 @@
-"""A small tokenizer fitted to a job: bytes, digits one by one, role headers, tags, scaffold of calls, merges for the rest."""
+"""Fits a small BPE tokenizer to a job: bytes, single digits, role headers, tags, pieces of tool calls, and merges."""
 
 import itertools
 import json
@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from schemas.job import Job
+from replayground.schemas.job import Job
 
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
-"Special: text that happens to contain one is never read as one when it is encoded with encode_special_tokens."
+"""Special tokens. Text that contains one of these strings, such as the output of a tool, does not become the token
+when it is encoded with encode_special_tokens."""
 END = "<|end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>")
 CHAT_TEMPLATE = (
@@ -23,6 +24,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+# Both bound the time of fitting.
 _TEXTS_MAX = 20_000
 _CALLS_COMPARED = 200
 _PIECE_CHARACTERS_MIN = 3
@@ -35,18 +37,20 @@ def fit_tokenizer(job: Job, seed: int, vocabulary_size: int) -> Tokenizer:
     scaffold = job.scaffold or common_pieces(texts)
     added = (*TAGS, *scaffold)
     tokenizer = Tokenizer(models.BPE())
+    # One token for each digit: numbers are then copied and computed digit by digit. No merge crosses a digit.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
+        # All 256 bytes, so that any text can be encoded; the added tokens come on top.
         vocab_size=vocabulary_size - len(ROLES) - len(added),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_without(added, texts), trainer)
     tokenizer.add_special_tokens([AddedToken(role, special=True, normalized=False) for role in ROLES])
-    # not special, so that they survive decoding and parsers find them in the text
+    # Not special, so that they survive decoding: parsers look for them in the text.
     tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in added])
     return tokenizer
 
@@ -67,18 +71,19 @@ def tokenizer_config(positions_max: int) -> bytes:
 
 
 def common_pieces(texts: Iterable[str]) -> tuple[str, ...]:
-    """Pieces that all calls of one tool have in common, longest first: for a job that does not name its scaffold."""
+    """Pieces that all calls of one tool have in common, longest first. For a job that does not name its scaffold."""
     calls: dict[str, set[str]] = {}
     for text in texts:
         for call, tool in _CALL.findall(text):
             if len(calls.setdefault(tool, set())) < _CALLS_COMPARED:
                 calls[tool].add(call)
+    # With a single call everything would be common, its arguments too.
     pieces = {piece for of_tool in calls.values() if len(of_tool) > 1 for piece in _pieces(sorted(of_tool))}
     return tuple(sorted(pieces, key=lambda piece: (-len(piece), piece)))
 
 
 def _texts(job: Job, seed: int) -> Iterator[str]:
-    """The job's own sample texts; without them its prompts, which is enough for every byte has a token."""
+    """The sample texts of the job; without them its prompts. Any text can be encoded, since every byte has a token."""
     yield job.system_prompt
     if job.texts is not None:
         yield from job.texts(seed)
@@ -87,14 +92,15 @@ def _texts(job: Job, seed: int) -> Iterator[str]:
 
 
 def _without(added: Sequence[str], texts: Iterable[str]) -> Iterator[str]:
-    """The text between added tokens: merges learned inside them would never be used."""
+    """The texts without added tokens and role headers."""
+    # Merges inside them would never be used. Longest first, so that a piece is not split by a shorter one inside it.
     pattern = re.compile("|".join(re.escape(piece) for piece in sorted((*added, *ROLES), key=len, reverse=True)))
     for text in texts:
         yield from (part for part in pattern.split(text) if part)
 
 
 def _pieces(calls: Sequence[str]) -> list[str]:
-    """The longest piece common to all calls, then the same on either side of it."""
+    """The longest piece common to all calls, and recursively the common pieces on either side of it, in order."""
     piece = _longest_common(calls)
     if len(piece) < _PIECE_CHARACTERS_MIN:
         return []
@@ -107,6 +113,7 @@ def _longest_common(calls: Sequence[str]) -> str:
     for length in range(len(shortest), _PIECE_CHARACTERS_MIN - 1, -1):
         for start in range(len(shortest) - length + 1):
             piece = shortest[start : start + length]
+            # Digits are single tokens and must not be part of a piece.
             if not any(character.isdigit() for character in piece) and all(piece in call for call in calls):
                 return piece
     return ""

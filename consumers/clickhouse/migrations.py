@@ -1,10 +1,13 @@
-"""The tables and views of the trace store. Every statement can be run again on a store that has it already.
+"""Tables and views of the trace store. Every statement is idempotent: it can run again on an existing store.
 
-One table for all runs of the field. It is ordered by run, so what is asked of one run reads no other. Projections are small
-tables inside each part that ClickHouse keeps and uses by itself: with them the questions asked at every start and every
-second read a few rows, however large the store is.
+One table holds the events of all runs. It is ordered by run, so a query about one run reads no rows of the others.
+Projections are small tables inside each part, which ClickHouse maintains and chooses by itself: the queries that run at
+every start and every second read a few rows, however large the store is.
 """
 
+# IF NOT EXISTS leaves an existing table as it is: a column that is added here also needs an ALTER TABLE in STATEMENTS.
+# non_replicated_deduplication_window = how many insert tokens ClickHouse remembers. Without it, an insert that is
+# repeated after a crash would add its rows again (Store.insert).
 _EVENTS = """
 CREATE TABLE IF NOT EXISTS events
 (
@@ -47,21 +50,27 @@ SETTINGS non_replicated_deduplication_window = 10000
 """
 
 SORTING_KEY = "run_id, type, topic, partition, offset"
-"a store whose table is ordered otherwise was made by another release"
+"a store whose table has another order was made by another release and is refused"
 
-# argMaxIf instead of a filter: a projection answers only questions that it was made of
+# The condition is inside the aggregate, not in WHERE: projection `standing` has no column `type`, so with a WHERE on it
+# ClickHouse would read the table instead.
 LAST_OFFSET = "maxIf(offset, type != 'undecodable')"
 LAST_ID = "argMaxIf(id, offset, type != 'undecodable')"
 
+# All facts of a run in one row of the projection. The condition is inside the aggregate for the same reason.
 RUN_FACTS = "groupArrayIf((offset, type, id, sender, timestamp, body), topic = 'runs')"
 
 _PROJECTIONS = (
-    # a DELETE (reconcile) must keep projections true; ClickHouse would refuse it otherwise
+    # By default ClickHouse refuses DELETE on a table with projections. reconcile deletes rows, and `rebuild` makes the
+    # projections of the parts that it touches again.
     "ALTER TABLE events MODIFY SETTING lightweight_mutation_projection_mode = 'rebuild'",
+    # How far the store is on each partition, and its last event there: read at every start (TraceWriter).
     f"""ALTER TABLE events ADD PROJECTION IF NOT EXISTS standing
         (SELECT topic, partition, max(offset), count(), {LAST_OFFSET}, {LAST_ID} GROUP BY topic, partition)""",
+    # Rows by address instead of by run: for counting rows against the messages of a partition.
     """ALTER TABLE events ADD PROJECTION IF NOT EXISTS by_place
         (SELECT topic, partition, offset ORDER BY topic, partition, offset)""",
+    # For the list of runs and the counters of the page, which are refreshed every few seconds.
     """ALTER TABLE events ADD PROJECTION IF NOT EXISTS by_run
         (SELECT run_id, type, count(), min(timestamp), max(timestamp), max(version) GROUP BY run_id, type)""",
     f"ALTER TABLE events ADD PROJECTION IF NOT EXISTS run_facts (SELECT run_id, {RUN_FACTS} GROUP BY run_id)",
@@ -73,7 +82,7 @@ _WHERE = (
 
 
 def _view(name: str, kind: str, columns: str, derived: bool = False) -> str:
-    """A typed view of one kind of event. A derived fact may stand on the log twice with the same id: one is shown."""
+    """A typed view of one kind of event. A derived event may be on the log twice with one id; it is shown once."""
     once = " LIMIT 1 BY id" if derived else ""
     return f"CREATE OR REPLACE VIEW {name} AS SELECT id, {_WHERE}, {columns} FROM events WHERE type = '{kind}'{once}"
 
@@ -85,7 +94,9 @@ _TASK = """
     JSONExtract(body, 'task', 'tags', 'Map(String, String)') AS tags
 """
 
-# The same fold as streams.rules.runs: the newest start counts, and only an end of that start ends the run.
+# The same fold as streams.rules.runs: the newest start counts, and only a RunEnded of that start ends the run. Of two
+# events with the same number the first on the log counts, hence argMin by offset. RunStarted has no field `start`,
+# which JSONExtractInt reads as 0.
 _RUNS = """
 CREATE OR REPLACE VIEW runs AS
 SELECT run_id,
@@ -144,6 +155,7 @@ _VIEWS = (
         JSONExtract(body, 'perturbation', 'Nullable(String)') AS perturbation,
         JSONExtractFloat(body, 'milliseconds') AS milliseconds""",
     ),
+    # After `calls` and `observations`, which it selects from. ANY: one row for each observation, whatever `calls` has.
     """CREATE OR REPLACE VIEW tool_calls AS
         SELECT observed.*, called.arguments AS arguments FROM observations AS observed
         LEFT ANY JOIN calls AS called
@@ -260,4 +272,4 @@ TABLES: tuple[str, ...] = (
     *("events", "runs", "tasks", "turns", "calls", "observations", "tool_calls", "ends", "trajectories", "attempts"),
     *("rewards", "groups", "batches", "steps", "weights", "serving", "control", "workers", "snapshots", "rejects"),
 )
-"what a person may ask about"
+"what the SQL of a user may read (sql_guard)"

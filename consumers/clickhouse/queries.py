@@ -1,36 +1,42 @@
-"""Every question we ask of the trace store ourselves. `{run:String}` is the run.
+"""The queries of this program to the trace store. `{run:String}` is the id of the run; ClickHouse binds the parameters.
 
-A trajectory counts once, by the first attempt that ended other than by infra_error, as everywhere on the log.
+A trajectory counts once, by its first attempt that did not end by infra_error, as everywhere on the log.
 """
 
-from consumers.clickhouse.migrations import LAST_ID, LAST_OFFSET
-from consumers.clickhouse.migrations import RUN_FACTS as _RUN_FACTS
+from replayground.consumers.clickhouse.migrations import LAST_ID, LAST_OFFSET
+from replayground.consumers.clickhouse.migrations import RUN_FACTS as _RUN_FACTS
 
-# --- the field as a whole; all but ROWS_AT are answered by projections
+# --- the field as a whole; answered by projections
 
-# Where the store stands on every partition of the log, and how many rows it has of it, at one moment.
+# Next offset and number of rows of every partition. One query, so that both figures belong to the same state of the
+# store.
 STANDING = """
 SELECT topic, partition, max(offset) + 1 AS following, count() AS rows FROM events GROUP BY topic, partition
 """
 
+# The last decodable event of every partition: its id shows whether the store was filled from this log (TraceWriter).
 LAST_EVENTS = f"""
 SELECT topic, partition, {LAST_OFFSET} AS last, {LAST_ID} AS id FROM events
 GROUP BY topic, partition HAVING id != ''
 """
 
+# For compacted topics, where only some of the offsets are still on the log.
 ROWS_AT = """
 SELECT count() FROM events
 WHERE topic = {topic:String} AND partition = {partition:Int32} AND offset IN {offsets:Array(Int64)}
 """
 
+# HAVING leaves out ids that are no run: `field`, and the empty id of undecodable messages.
 RUN_FACTS = f"SELECT run_id, {_RUN_FACTS} AS facts FROM events GROUP BY run_id HAVING notEmpty(facts)"
 
+# `newest` of WorkerSeen is the newest heartbeat of a run, which tells a running run from a lost one.
 COUNTS_BY_RUN = """
 SELECT run_id, type, count() AS events, max(timestamp) AS newest FROM events GROUP BY run_id, type
 """
 
 # --- several runs at once, for the list of runs
 
+# uniqExact: a step that is on the log twice counts once.
 STEPS_OF_RUNS = """
 SELECT run_id, uniqExact(version) AS steps, argMax(reward, version) AS reward_mean FROM
 (
@@ -45,20 +51,21 @@ SELECT run_id, max(version) AS version FROM events
 WHERE run_id IN {runs:Array(String)} AND type = 'WeightsPublished' GROUP BY run_id
 """
 
-# --- how one run stands
+# --- the state of one run
 
 COUNTS_BY_TYPE = """
 SELECT type, count() AS events, max(timestamp) AS newest FROM events WHERE run_id = {run:String} GROUP BY run_id, type
 ORDER BY type
 """
 
-# A step that stands on the log twice is counted once.
+# LIMIT 1 BY: a step that is on the log twice counts once.
 STEPS = """
 SELECT version, body, timestamp FROM events
 WHERE run_id = {run:String} AND type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'grpo'
 ORDER BY version, offset LIMIT 1 BY version
 """
 
+# The figures of the live view alone. STEPS returns whole bodies, which the live view would decode at every refresh.
 STEP_CURVE = """
 SELECT version, ifNull(JSONExtract(body, 'metrics', 'reward_mean', 'Nullable(Float64)'), 0) AS reward_mean,
        ifNull(JSONExtract(body, 'metrics', 'staleness_max', 'Nullable(Float64)'), 0) AS staleness_max
@@ -66,8 +73,10 @@ FROM events WHERE run_id = {run:String} AND type = 'StepTaken' AND JSONExtractSt
 ORDER BY version, offset LIMIT 1 BY version
 """
 
-# Evaluations and demonstrations only: training has no end that anybody waits for, and grows without bound.
-# A trajectory that was cancelled, or whose reward is excluded, counts as failed: the strict figure.
+# Evaluations and demonstrations only: nobody waits for the end of training, and its session grows without bound. A
+# trajectory that was cancelled, or whose reward is excluded, counts as failed: the strict figure. Several scorers
+# write one RewardAssigned each, so the score of an attempt is their mean. argMin by time chooses the first attempt.
+# Both joins are LEFT: a session counts from its first submitted task on.
 SESSIONS_OF_RUNS = """
 SELECT run_id, session, tasks, newest_task, ended, if(ended = 0, 0, passed / ended) AS pass_at_1
 FROM
@@ -104,6 +113,7 @@ LEFT JOIN
 ORDER BY run_id, session
 """
 
+# For one run, with parameter `run`: QueryCache looks it up to know whether rows of that run were inserted.
 SESSIONS = SESSIONS_OF_RUNS.replace("IN {runs:Array(String)}", "= {run:String}")
 
 RELEASED_OF_RUNS = """
@@ -119,6 +129,7 @@ SELECT sum(tokens) AS tokens FROM events
 WHERE run_id = {run:String} AND type = 'TurnGenerated' AND timestamp >= {since:Int64}
 """
 
+# version = the last one that the server loaded and verified; refusal = that of its newest try, '' when it succeeded.
 SERVED = """
 SELECT JSONExtractString(body, 'server') AS server,
        argMaxIf(version, timestamp, JSONExtractString(body, 'refusal') = '') AS version,
@@ -137,6 +148,7 @@ WHERE run_id = {run:String} AND type = 'WorkerSeen' AND timestamp >= {since:Int6
 
 # --- the summary at the end of a run
 
+# Heartbeats do not count for the end: programs also write them while they have nothing left to do.
 BEGINNING = """
 SELECT min(timestamp) AS first, maxIf(timestamp, type != 'WorkerSeen') AS last,
        minIf(timestamp, type = 'RolloutStarted') AS first_rollout
@@ -148,7 +160,15 @@ SELECT uniqExact(id) AS trajectories, uniqExactIf(id, ended_by = 'infra_error') 
 FROM events WHERE run_id = {run:String} AND type = 'TrajectoryAssembled'
 """
 
-# Of the table and not of the view: the view shows every id once, and would be made for all runs before one is chosen.
+# A share that rises from version to version means that the policy has found out how to be excused.
+INFRA_ERRORS_BY_VERSION = """
+SELECT JSONExtract(body, 'policy_version_oldest', 'Nullable(Int64)') AS sampled_by,
+       uniqExactIf(id, ended_by = 'infra_error') / uniqExact(id) AS share
+FROM events WHERE run_id = {run:String} AND type = 'TrajectoryAssembled' AND sampled_by IS NOT NULL
+GROUP BY sampled_by ORDER BY sampled_by
+"""
+
+# From the table, not from view `groups`: the view's LIMIT 1 BY id is computed over all runs before this filter applies.
 GROUPS = """
 SELECT uniqExact(id) AS completed FROM events WHERE run_id = {run:String} AND type = 'GroupCompleted'
 """
@@ -182,7 +202,8 @@ SELECT sum(tokens) AS tokens, min(timestamp) AS first, max(timestamp) AS last FR
 WHERE run_id = {run:String} AND type = 'TurnGenerated' AND purpose != 'demonstrate'
 """
 
-# A program that restarts counts from nothing again, so its seconds are summed by growth, not by difference of ends.
+# busy_seconds starts from 0 again when a program restarts, so the growth between heartbeats is summed: last minus first
+# would be wrong or negative.
 BUSY_SECONDS = """
 SELECT role, sum(growth) AS busy
 FROM
@@ -201,7 +222,7 @@ SELECT role, max(greatest(load['memory_bytes_peak'], load['memory_bytes'])) AS p
 WHERE run_id = {run:String} GROUP BY role ORDER BY role
 """
 
-# The cold start has no session: it lasts from the last demonstration to the step that ends it.
+# The cold start has no session: it lasts from the last reward of a demonstration to the SFT step.
 PHASES = """
 SELECT assumeNotNull(session_id) AS phase, min(timestamp) AS first, max(timestamp) AS last FROM events
 WHERE run_id = {run:String} AND session_id IS NOT NULL AND type IN ('RolloutStarted', 'RewardAssigned') GROUP BY phase
@@ -213,7 +234,7 @@ WHERE run_id = {run:String} AND type IN ('RewardAssigned', 'StepTaken') HAVING f
 
 # --- transcripts
 
-# The join is by id and not by time: a reward names the trajectory it judged by trajectory and attempt.
+# From rewards alone: they carry everything that the list shows, so that no join with trajectories is needed.
 TRANSCRIPTS = """
 SELECT trajectory_id, attempt_id, session_id, purpose, policy_version, ended_by, timestamp, score
 FROM
@@ -231,19 +252,22 @@ WHERE ({purpose:String} = '' OR purpose = {purpose:String})
 ORDER BY timestamp DESC LIMIT {rows:UInt32}
 """
 
+# Of several attempts, the one that counts: the first that did not end by infra_error, else the first.
 TRANSCRIPT = """
 SELECT body, session_id, purpose, policy_version, ended_by, timestamp, attempt_id FROM events
 WHERE run_id = {run:String} AND type = 'TrajectoryAssembled' AND trajectory_id = {trajectory:String}
 ORDER BY ended_by = 'infra_error', timestamp LIMIT 1
 """
 
+# DISTINCT: a reward that is on the log twice is shown once.
 REWARDS_OF = """
 SELECT DISTINCT JSONExtractString(body, 'scorer') AS scorer, score, verdict, JSONExtractString(body, 'evidence') AS evidence,
        attempt_id
 FROM events WHERE run_id = {run:String} AND type = 'RewardAssigned' AND trajectory_id = {trajectory:String}
 """
 
-# Of the trajectories of one session, those with the most turns tell the most; ties by id, so the choice is the same again.
+# The example of a report: the trajectory with the most turns, which shows the most. Ties are broken by id, so that the
+# same store gives the same report.
 TELLING = """
 SELECT trajectory_id FROM
 (

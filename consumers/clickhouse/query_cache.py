@@ -1,8 +1,7 @@
-"""Answers of the store, kept as long as they are good enough.
+"""Query results that are kept until newer rows arrive.
 
-A query costs some milliseconds of processor however small it is, and a live view asks every second for the whole of a
-run. An answer is asked for anew only when rows that it rests on, by kind and run, were inserted since, and no sooner than
-its time.
+A query costs some milliseconds of CPU time however small it is, and a live view needs all queries of a run each second.
+A query is repeated only when rows of its kinds and its run were inserted since, and not before its minimum age.
 """
 
 import threading
@@ -12,27 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from consumers.clickhouse.store import QueryResult, Store
+from replayground.consumers.clickhouse.store import QueryResult, Store
 
 
 @dataclass(frozen=True)
 class CachedQuery:
-    """A query, the kinds of events that it rests on, and how old its answer may be although there are new ones."""
+    """A query, the kinds of events that it reads, and how long its result is reused although newer rows exist."""
 
     sql: str
     kinds: tuple[str, ...]
     seconds: float = 0.0
     moving: tuple[str, ...] = ()
-    """parameters that move with the clock: another value alone does not make the answer anew, but neither is it kept beyond
-    `seconds` because nothing was inserted"""
+    """parameters that follow the clock, such as `since`: a new value alone does not repeat the query, but a result is
+    never reused for longer than `seconds`, even when nothing was inserted"""
 
 
 _KEPT_MAX = 1000
-"answers; some ten for every run that is looked at"
+"results; about ten for every run that is viewed"
 
 
 class QueryCache:
-    """The newest answers, for all parameters their own. Safe to share between threads."""
+    """The newest result for each query and its parameters. Safe to share between threads; runs one query at a time."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -40,14 +39,18 @@ class QueryCache:
         self._turn = threading.Lock()
 
     def ask(self, question: CachedQuery, parameters: Mapping[str, Any]) -> QueryResult:
-        """The answer, perhaps of a moment ago. Parameters are hashable."""
+        """The result, kept or new. Parameters must be hashable. Blocks while a query runs. Raises StoreFailed."""
         run_id: str | None = parameters.get("run")
         still = sorted((name, value) for name, value in parameters.items() if name not in question.moving)
         key = (question.sql, *still)
+        # Held during the query: threads that ask the same at once wait for one query instead of each sending its own.
         with self._turn:
+            # Read before the query: rows that arrive during it change this number, so the next call repeats the query.
             inserted = self.store.inserted(question.kinds, run_id)
             if key in self._kept:
                 asked_at, inserted_then, answer = self._kept[key]
+                # With a moving window rows drop out without any insert: programs that ended would be shown as running
+                # forever.
                 is_newest = inserted_then == inserted and not question.moving
                 if is_newest or time.monotonic() < asked_at + question.seconds:
                     return answer

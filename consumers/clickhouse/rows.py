@@ -1,8 +1,7 @@
-"""An event and its address, as a row of the trace store. Pure: the same message always gives the same row.
+"""Converts an event and its address to a row of the trace store. Pure: the same message always gives the same row.
 
-The envelope and a few figures that are asked for all the time are columns; all the rest is `body`, the event as JSON
-without its envelope. Bytes (token ids, log-probabilities) are base64 in it, so nothing of the log is lost. The one exception
-is the state in a snapshot: it is as large as a program's memory and nobody asks about it, so its row has only its size.
+The envelope and a few figures that are queried often are columns. The rest is `body`: the event as JSON without its
+envelope, with bytes (token ids, log-probabilities) in base64. Only the state of a snapshot is left out.
 """
 
 import base64
@@ -11,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from schemas.events import (
+from replayground.schemas.events import (
     Address,
     AttemptEnded,
     ControlIssued,
@@ -25,10 +24,10 @@ from schemas.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from schemas.packed import token_count
+from replayground.schemas.packed import token_count
 
 UNDECODABLE = "undecodable"
-"the type of a message that is no event of ours: it has a row all the same, so that rows can be counted against the log"
+"type of a message that cannot be decoded; it has a row too, so that rows can be counted against messages"
 
 Row = dict[str, Any]
 
@@ -38,17 +37,20 @@ _encoder = msgspec.json.Encoder()
 def event_row(address: Address, event: Event) -> Row:
     """The row of an event."""
     row = msgspec.structs.asdict(event.meta)
+    # The address where the message is. meta.topic is only what its writer says.
     row["topic"] = address.topic
     row["partition"] = address.partition
     row["offset"] = address.offset
     row["type"] = type(event).__name__
+    # Encoded once, here. ClickHouse stores these bytes as text (input_format_json_read_objects_as_strings), and
+    # reconcile computes its checksum over the same bytes.
     row["body"] = msgspec.Raw(_encoder.encode(_body(event)))
     _add_figures(row, event)
     return row
 
 
 def undecodable_row(address: Address, key: bytes | None, value: bytes, reason: str) -> Row:
-    """The row of a message that could not be read."""
+    """The row of a message that could not be decoded, with all its bytes in base64."""
     body = {
         "reason": reason,
         "key": None if key is None else base64.b64encode(key).decode(),
@@ -64,13 +66,14 @@ def undecodable_row(address: Address, key: bytes | None, value: bytes, reason: s
 
 
 def encode_rows(rows: Iterable[Row]) -> bytes:
-    """Rows as JSON lines, the form in which they are inserted."""
+    """Rows as JSON lines, ClickHouse's format JSONEachRow."""
     return _encoder.encode_lines(rows)
 
 
 def _body(event: Event) -> dict[str, Any]:
     body = msgspec.structs.asdict(event)
     del body["meta"]
+    # The state is as large as the memory of its program, and nobody queries it.
     if isinstance(event, SnapshotTaken):
         del body["state"]
         body["size_bytes"] = len(event.state)
@@ -78,7 +81,7 @@ def _body(event: Event) -> dict[str, Any]:
 
 
 def _add_figures(row: Row, event: Event) -> None:
-    """Columns of their own for what is summed and filtered by all the time."""
+    """Adds the figures that have columns of their own, because queries sum and filter by them."""
     match event:
         case TurnGenerated():
             row["tokens"] = token_count(event.tokens)

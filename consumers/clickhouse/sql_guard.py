@@ -1,8 +1,8 @@
-"""SQL of a person, checked before it reaches the store: one SELECT over our own tables with known functions.
+"""Checks the SQL of a user before it reaches the store: one SELECT over our own tables with known functions.
 
-ClickHouse's own read-only mode is no wall (PARTS.md): functions read files, table functions open connections, and
-settings lift limits. So a statement is parsed, everything in it must be on a list, and what runs is written anew from
-what was understood, never the text that was given.
+ClickHouse's read-only mode is no security boundary (docs/parts.md): functions read files, table functions open
+connections, and settings lift limits. So the statement is parsed, everything in it must be on an allow list, and
+ClickHouse gets text that is generated from the parse tree, never the text of the user.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,14 @@ from sqlglot.errors import SqlglotError
 from sqlglot.tokenizer_core import Token, TokenType
 from sqlglot.tokens import Tokenizer
 
-from consumers.clickhouse.migrations import TABLES
-from schemas.errors import BadInput
+from replayground.consumers.clickhouse.migrations import TABLES
+from replayground.schemas.errors import BadInput
 
+# Bounds the time that parsing can take.
 CHARACTERS_MAX = 20_000
 
+# An allow list: a function that ClickHouse adds later stays refused. None of these reads files, opens connections,
+# sleeps, or reveals settings of the server.
 _AGGREGATES = (
     "count countif sum sumif avg avgif min max minif maxif any anylast argmin argmax uniq uniqexact uniqif uniqcombined "
     "median quantile quantiles quantileexact stddevpop stddevsamp varpop varsamp corr covarpop covarsamp grouparray "
@@ -53,7 +56,7 @@ _SCALARS = (
 FUNCTIONS = frozenset((_AGGREGATES + " " + _SCALARS).split())
 "names in lower case; anything else is refused"
 
-# Words of the language that may stand before a bracket without calling anything.
+# Keywords and types may precede an opening bracket without being a function call.
 _WORDS = (
     "select from where in and or not on by as using over join having then when else between like ilike exists distinct with "
     "union all except intersect limit any global case any left inner full cross asof semi anti prewhere is array filter"
@@ -63,6 +66,7 @@ _TYPES = (
     "uint32 uint64 float32 float64 string date bool uuid"
 )
 _BEFORE_BRACKETS = FUNCTIONS | frozenset(f"{_WORDS} {_TYPES}".split())
+# Clauses by the names of sqlglot. SETTINGS is not among them, since it would lift our limits, and FORMAT neither.
 _SELECT_PARTS = (
     "expressions from_ from joins where group having order limit offset distinct with_ with windows qualify prewhere limit_by "
     "operation_modifiers"
@@ -71,12 +75,15 @@ _NEVER = (exp.Into, exp.Lock, exp.Command, exp.Parameter, exp.Placeholder, exp.S
 
 
 def check_sql(sql: str) -> str:
-    """The statement to run. Raises BadInput with the reason when it is not one SELECT that is allowed."""
+    """The statement to run, generated from what was parsed. Raises BadInput with the reason for what is not allowed."""
     tree = _parse(sql)
     for node in tree.walk():
         _check(node)
     _check_tables(tree)
+    # Without comments, whose text nobody checked.
     rewritten = tree.sql(dialect="clickhouse", comments=False)
+    # On the text and not on the tree: sqlglot has a node class for each function that it knows, and a name before a
+    # bracket is a call whatever it was parsed as.
     _check_calls(rewritten)
     return rewritten
 
@@ -86,13 +93,15 @@ def _parse(sql: str) -> exp.Expr:
         raise BadInput(f"the statement is longer than {CHARACTERS_MAX} characters")
     try:
         statements = [tree for tree in sqlglot.parse(sql, dialect="clickhouse") if tree is not None]
+    # RecursionError: thousands of nested brackets.
     except (SqlglotError, RecursionError) as error:
-        raise BadInput(f"this is not SQL that can be read: {str(error).splitlines()[0]}") from error
+        raise BadInput(f"the SQL cannot be parsed: {str(error).splitlines()[0]}") from error
+    # ClickHouse (chDB) runs all statements of a text.
     if len(statements) != 1:
-        raise BadInput("one statement at a time, please")
+        raise BadInput("send one statement at a time")
     tree = statements[0]
     if not isinstance(tree, exp.Select | exp.SetOperation):
-        raise BadInput(f"only SELECT is answered here, not {tree.key.upper()}")
+        raise BadInput(f"only SELECT is allowed here, not {tree.key.upper()}")
     return tree
 
 
@@ -102,16 +111,17 @@ def _check(node: exp.Expr) -> None:
     if isinstance(node, exp.Select | exp.SetOperation):
         parts = {name for name, value in node.args.items() if value}
         unknown = parts - set(_SELECT_PARTS.split()) - {"this", "expression", "by_name", "side", "kind", "on"}
+        # These two belong to set operations (UNION …) only.
         if isinstance(node, exp.Select):
             unknown |= parts & {"kind", "on"}
         if unknown:
             raise BadInput(f"{', '.join(sorted(unknown)).upper()} is not allowed here")
+    # ClickHouse reads `IN name` as a table, and sqlglot parses it as a column, so _check_tables would not see it.
     if isinstance(node, exp.In) and (node.args.get("field") or any(map(_is_column, node.expressions))):
         raise BadInput("IN takes values or a SELECT in brackets, not the name of a table")
+    # ClickHouse and sqlglot may unescape such a name differently and then disagree about where it ends.
     if isinstance(node, exp.Identifier) and any(mark in node.name for mark in "\\`'\""):
-        raise BadInput(
-            "names must not contain quotes or backslashes"
-        )  # ClickHouse may read such a name otherwise than we
+        raise BadInput("names must not contain quotes or backslashes")
     if isinstance(node, exp.Column) and (node.args.get("db") or node.args.get("catalog")):
         raise BadInput(f"{node.sql()} names another database")
 
@@ -121,7 +131,7 @@ def _is_column(node: exp.Expr) -> bool:
 
 
 def _check_tables(tree: exp.Expr) -> None:
-    """Every table is one of ours or was named in this statement by WITH; table functions are never allowed."""
+    """Every table must be one of ours or a WITH name of this statement; table functions are never allowed."""
     own_names = {common.alias_or_name.lower() for common in tree.find_all(exp.CTE)}
     allowed = set(TABLES) | own_names
     for table in tree.find_all(exp.Table):
@@ -134,12 +144,12 @@ def _check_tables(tree: exp.Expr) -> None:
 
 
 def _is_array_join(table: exp.Table) -> bool:
-    """ARRAY JOIN names a column, which the parser takes for a table."""
+    """Whether a table is the column of an ARRAY JOIN. The locked sqlglot parses it as a column and never comes here."""
     return isinstance(table.parent, exp.Join) and table.parent.kind.upper() == "ARRAY"
 
 
 def _check_calls(sql: str) -> None:
-    """Every word before an opening bracket is a word of the language, a type or a function of the list."""
+    """Every word before an opening bracket must be a keyword, a type or a function of the allow list."""
     for name in _called_functions(Tokenizer(dialect="clickhouse").tokenize(sql)):
         if name.lower() not in _BEFORE_BRACKETS:
             raise BadInput(f"the function {name} is not allowed here")
@@ -147,6 +157,7 @@ def _check_calls(sql: str) -> None:
 
 def _called_functions(tokens: list[Token]) -> Iterator[str]:
     for token, following in pairwise(tokens):
+        # Quoted names can be called too: `file`('/etc/passwd').
         is_word = token.text[:1].isalpha() or token.text[:1] in '_`"'
         is_value = token.token_type in (TokenType.STRING, TokenType.NUMBER)
         if is_word and not is_value and following.token_type == TokenType.L_PAREN:

@@ -1,7 +1,7 @@
-"""The trace store: ClickHouse in this process (chDB) or a server, by the same client. The only file that opens it.
+"""The trace store: ClickHouse in this process (chDB) or on a server, by the same client. The only module that opens it.
 
-chDB allows one process per folder and one folder per process. A batch of rows is one block and one part of the table:
-it is there whole or not at all.
+chDB allows one process per folder and one folder per process. A batch of rows is inserted as one block, which becomes
+one part of the table: it is stored whole or not at all.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ import clickhouse_connect
 from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import ClickHouseError
 
-from consumers.clickhouse.migrations import SORTING_KEY, STATEMENTS, TABLE
-from consumers.clickhouse.queries import ROWS_AT, STANDING
-from consumers.clickhouse.rows import Row, encode_rows
-from schemas.errors import BadInput, ReplaygroundError
+from replayground.consumers.clickhouse.migrations import SORTING_KEY, STATEMENTS, TABLE
+from replayground.consumers.clickhouse.queries import ROWS_AT, STANDING
+from replayground.consumers.clickhouse.rows import Row, encode_rows
+from replayground.schemas.errors import BadInput, ReplaygroundError
 
 Place = tuple[str, int]
 "a topic and a partition"
@@ -33,26 +33,27 @@ _DELETE_AT = f"DELETE FROM events WHERE {_AT}"
 
 
 _EXACT = {"optimize_use_implicit_projections": 0}
-"""ClickHouse 26.9 counts too much where a count with a condition meets a table with projections: 11,960 for 8,428 rows. It
-takes whole marks of a projection for matching rows; without this optimization it looks at the rows."""
+"""ClickHouse 26.9 overcounts when a query with a condition counts rows of a table with projections: 11,960 for 8,428.
+It takes whole marks of a projection as matching; without this optimization it looks at the rows."""
 
 
 class StoreFailed(ReplaygroundError):
-    """The store did not take the rows or could not answer."""
+    """The store cannot be opened, rejected an insert, or failed a query."""
 
 
 def require_store(dsn: str) -> None:
-    """chDB makes a folder that is not there, and an empty store would answer every question with nothing. Raises BadInput."""
+    """Raises BadInput when the folder of a chDB store does not exist."""
+    # chDB would create the folder, and an empty store answers every query with nothing instead of an error.
     folder = urlparse(dsn).path
     if dsn.startswith("chdb:") and not Path(folder).is_dir():
         raise BadInput(
-            f"there is no trace store in {folder}: nothing was written to it yet, or [traces] dsn names another"
+            f"there is no trace store in {folder}: nothing was written to it yet, or [traces] dsn names another folder"
         )
 
 
 @dataclass(frozen=True)
 class QueryResult:
-    """The answer to a query: names of the columns, and rows."""
+    """Column names and rows of one query."""
 
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
@@ -62,8 +63,8 @@ class QueryResult:
 
 
 class Store:
-    """One database of traces. Safe to share between threads: inserts, our queries and each query of a person have
-    connections of their own, so that none waits for another kind."""
+    """One database of traces. Safe to share between threads; calls block. Inserts, our own queries and each query of a
+    user have separate connections: calls on one connection wait for each other, so a slow query would delay inserts."""
 
     def __init__(self, dsn: str, database: str, threads: int) -> None:
         self._dsn = dsn
@@ -71,11 +72,13 @@ class Store:
         self._threads = threads
         self._inserted: Counter[tuple[str, str]] = Counter()
         try:
+            # Without a database: connecting to one that does not exist fails.
             opening = clickhouse_connect.get_client(dsn=dsn)
             opening.command(f"CREATE DATABASE IF NOT EXISTS {database}")
             opening.close()
             self._writing = self._connect()
             self._asking = self._connect()
+            # Checked before anything is added: the store of another release stays as it is.
             self._writing.command(TABLE)
             self._require_layout()
             for statement in STATEMENTS:
@@ -84,15 +87,18 @@ class Store:
             raise StoreFailed(f"the trace store {dsn} cannot be opened: {error}") from error
 
     def insert(self, rows: Sequence[Row]) -> None:
-        """Inserts rows as one block. The same rows again, in the same order, are not inserted twice. Raises StoreFailed."""
+        """Inserts rows as one block. Inserting the same stretch of the log again adds nothing. Raises StoreFailed."""
         if not rows:
             return
         settings = {
             "insert_deduplication_token": _token(rows),
             "insert_deduplicate": 1,
+            # `body` is an object in the JSON lines and a String in the table.
             "input_format_json_read_objects_as_strings": 1,
-            "input_format_skip_unknown_fields": 0,  # a field of the envelope without a column is an error, not a loss
-            # one block, whatever its size: with several, a crash between them would leave half a batch
+            # A field of the envelope that has no column fails the insert instead of being dropped silently.
+            "input_format_skip_unknown_fields": 0,
+            # One block, whatever its size: with several, a crash between them would leave half a batch. Parallel
+            # parsing and several insert threads would also split it.
             "max_insert_block_size": len(rows) + 1,
             "min_insert_block_size_rows": len(rows) + 1,
             "min_insert_block_size_bytes": 0,
@@ -104,22 +110,26 @@ class Store:
             self._writing.raw_insert("events", insert_block=encode_rows(rows), fmt="JSONEachRow", settings=settings)
         except ClickHouseError as error:
             raise StoreFailed(f"{len(rows)} rows were not inserted: {error}") from error
+        # After the insert: a cached result must not count as current before the rows can be queried.
         self._inserted.update(map(_run_and_kind, rows))
 
     def replace(self, place: Place, offsets: Sequence[int], rows: Sequence[Row]) -> int:
-        """Removes whatever stands at these offsets of a partition, then inserts rows; returns how many were removed.
-        Raises StoreFailed, between the two also."""
+        """Deletes the rows at these offsets of a partition, then inserts rows; returns how many were deleted. Not
+        atomic: StoreFailed may be raised between the two."""
         if not offsets:
             return 0
         there = {"topic": place[0], "partition": place[1], "offsets": list(offsets)}
+        # Before the delete: it does not say which rows it removed.
         kinds = {(str(run_id), str(kind)): int(count) for run_id, kind, count in self.ask(_KINDS_AT, there).rows}
         try:
-            client = self._connect()  # the one that inserts belongs to the trace writer
+            # Not `_writing`: a DELETE that rewrites parts would hold up the trace writer.
+            client = self._connect()
             try:
                 if kinds:
                     client.command(_DELETE_AT, there)
                 if rows:
-                    # a name of their own: the same rows may have been inserted before, and have to be again
+                    # A token that is never repeated: the same rows may have been inserted before, and deduplication
+                    # would drop them.
                     token = {"insert_deduplication_token": f"again-{uuid.uuid4()}", "insert_deduplicate": 1}
                     settings = token | {"input_format_json_read_objects_as_strings": 1}
                     client.raw_insert("events", insert_block=encode_rows(rows), fmt="JSONEachRow", settings=settings)
@@ -127,14 +137,16 @@ class Store:
                 client.close()
         except ClickHouseError as error:
             raise StoreFailed(f"{len(offsets)} rows of {place[0]} were not replaced: {error}") from error
+        # Kinds that only lost rows too: cached results about them are out of date as well.
         self._inserted.update(kinds.keys() | set(map(_run_and_kind, rows)))
         return sum(kinds.values())
 
     def rows_between(self, stretches: Mapping[Place, tuple[int, int]]) -> int:
-        """Rows of partitions, each from one offset up to, not including, another."""
+        """Number of rows of these partitions, each in its half-open range of offsets."""
         conditions: list[str] = []
         asked: dict[str, Any] = {}
         for number, ((topic, partition), (first, following)) in enumerate(stretches.items()):
+            # Names are bound by ClickHouse; integers can be formatted into the text.
             asked[f"topic{number}"] = topic
             conditions.append(
                 f"(topic = {{topic{number}:String}} AND partition = {int(partition)} "
@@ -145,16 +157,17 @@ class Store:
         return int(self.ask(f"SELECT count() FROM events WHERE {' OR '.join(conditions)}", asked).rows[0][0])
 
     def rows_at(self, place: Place, offsets: Sequence[int]) -> int:
-        """Rows of a partition at these offsets."""
+        """Number of rows of a partition at these offsets."""
         asked = {"topic": place[0], "partition": place[1], "offsets": list(offsets)}
         return int(self.ask(ROWS_AT, asked).rows[0][0])
 
     def inserted(self, kinds: Iterable[str], run_id: str | None) -> int:
-        """Rows of these kinds of the run, or of all runs, that this process has inserted: a number that grows when an answer
-        about them may change."""
+        """Grows whenever query results about these kinds of events may change, of the run or of all runs: the number of
+        rows that this process has inserted, and a step for each repair. Rows of other processes are not counted."""
         if run_id is not None:
             return sum(self._inserted[run_id, kind] for kind in kinds)
         wanted = set(kinds)
+        # A copy of the items: the trace writer may add keys in its own thread meanwhile.
         return sum(count for (_, kind), count in list(self._inserted.items()) if kind in wanted)
 
     def next_offsets(self) -> dict[Place, int]:
@@ -162,7 +175,7 @@ class Store:
         return {(topic, partition): following for topic, partition, following, _ in self.ask(STANDING).rows}
 
     def ask(self, sql: str, parameters: Mapping[str, Any] | None = None) -> QueryResult:
-        """Answers a query of ours (consumers.clickhouse.queries). Raises StoreFailed."""
+        """Runs a query of our own (consumers.clickhouse.queries). Raises StoreFailed."""
         try:
             result = self._asking.query(sql, dict(parameters or {}), settings={"max_threads": self._threads, **_EXACT})
         except ClickHouseError as error:
@@ -170,7 +183,8 @@ class Store:
         return QueryResult(tuple(result.column_names), [tuple(row) for row in result.result_rows])
 
     def ask_guarded(self, sql: str, settings: Mapping[str, Any]) -> QueryResult:
-        """Answers a checked query of a person, on a connection that is thrown away. Raises StoreFailed."""
+        """Runs a checked query of a user, on a connection of its own. Raises StoreFailed."""
+        # Never reused: chDB was seen to return rows of one statement with the next result on the same connection.
         try:
             client = self._connect()
             try:
@@ -186,11 +200,12 @@ class Store:
         self._asking.close()
 
     def _require_layout(self) -> None:
-        """Columns cannot be added to the order of a table, so a store of another release has to be filled again."""
+        """Raises StoreFailed when the table has another order, which ClickHouse cannot change in place."""
         ((key,),) = self._writing.query(_LAYOUT, {"database": self._database}).result_rows
         if key != SORTING_KEY:
             raise StoreFailed(
-                f"the trace store {self._dsn} was made by another release (its rows are ordered by {key}, not by {SORTING_KEY}): "
+                f"the trace store {self._dsn} was made by another release "
+                f"(its rows are ordered by {key}, not by {SORTING_KEY}): "
                 "set [traces] dsn to another folder, or remove that one to have it filled again from the log"
             )
 
@@ -204,6 +219,7 @@ def _run_and_kind(row: Row) -> tuple[str, str]:
 
 def _token(rows: Iterable[Row]) -> str:
     """Names a batch by the stretches of the log that are in it: topic-partition-first-last of each."""
+    # ClickHouse compares tokens, not rows. That is safe because the same stretch of the log always gives the same rows.
     stretches: dict[Place, tuple[int, int]] = {}
     for row in rows:
         place = (row["topic"], row["partition"])

@@ -1,9 +1,9 @@
-"""The flow of a run as the page draws it: every topic, who writes it, and which stage takes it. Made from schemas.programs."""
+"""The flow of a run for the page: every topic, its writers, readers and stage. Derived from schemas.programs."""
 
 from dataclasses import dataclass
 
-from schemas.programs import ACCESS
-from schemas.topics import TOPICS, Topic
+from replayground.schemas.programs import ACCESS
+from replayground.schemas.topics import TOPICS, Topic
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,11 @@ class FlowTopic:
     readers: tuple[str, ...]
     "programs of a run that read it, with or without a group"
     stage: str | None
-    "the stage that takes it from a group, which may lag; None when it is only read along"
+    "the stage that consumes it in a group and may lag; None when it is only read without a group"
 
 
 def _flow_topic(topic: Topic) -> FlowTopic:
+    # Programs of the field (traces and the operator) read every topic, so showing them would say nothing.
     of_run = [access for access in ACCESS if not access.of_field]
     stages = [access.consumes[topic.name] for access in of_run if topic.name in access.consumes]
     assert len(stages) <= 1, f"{topic.name} is shared out to {stages}: the page shows one lag a topic"

@@ -1,7 +1,8 @@
-"""The web page: the runs of the field, and of the chosen one the flow with counts and lag, the curves, the transcripts, the
-servers, and a box for SQL. The address names the run (?run=ID), so that it can be shared.
+"""The web page: the runs of the field, and for the chosen run the flow with counts and lag, curves, transcripts,
+servers and a box for SQL. The URL names the run (?run=ID), so that it can be shared.
 
-All assets come from the NiceGUI wheel, so it works offline. What agents, tools and tasks said is only ever set as text.
+All assets come from the NiceGUI wheel, so the page works offline. Text of agents, tools and tasks is only ever set as
+text, never as HTML.
 """
 
 import time
@@ -12,22 +13,24 @@ from fastapi import FastAPI
 from nicegui import run as background
 from nicegui import ui
 
-from consumers.clickhouse.migrations import TABLES
-from consumers.dashboard.flow import FLOW, FlowTopic
-from consumers.reports import runs
-from consumers.reports.evaluations import newest_pass_at_1
-from consumers.reports.overview import Overview
-from consumers.reports.runs import UnknownRun
-from consumers.reports.transcripts import Transcript, TranscriptEntry
-from schemas.errors import BadInput, ReplaygroundError
-from schemas.events import Utterance
+from replayground.consumers.clickhouse.migrations import TABLES
+from replayground.consumers.dashboard.flow import FLOW, FlowTopic
+from replayground.consumers.reports import runs
+from replayground.consumers.reports.evaluations import newest_pass_at_1
+from replayground.consumers.reports.overview import Overview
+from replayground.consumers.reports.runs import UnknownRun
+from replayground.consumers.reports.transcripts import Transcript, TranscriptEntry
+from replayground.schemas.errors import BadInput, ReplaygroundError
+from replayground.schemas.events import Utterance
 
 if TYPE_CHECKING:
-    from consumers.dashboard.web import Traces
+    from replayground.consumers.dashboard.web import Traces
 
 _REFRESH_SECONDS = 2.0
 _LIST_ROWS = 40
+# The lists of runs and transcripts cost more and change less than the rest: refreshed every third time.
 _LIST_EVERY_LOOKS = 3
+# A lag above this many messages colours the station.
 _LAGGING = 100
 _EXAMPLE_SQL = "SELECT type, count() AS events FROM events GROUP BY type ORDER BY events DESC"
 _COLOUR_BY_STATE = {
@@ -66,7 +69,7 @@ align-items:center;padding:5px 8px;border-radius:8px;color:inherit!important;tex
 
 
 def add_page(app: FastAPI, traces: "Traces") -> None:
-    """Puts the page at / of the application."""
+    """Adds the page to the application at /."""
 
     def page(run: str = "") -> None:
         DashboardPage(traces, run or None).build()
@@ -76,12 +79,13 @@ def add_page(app: FastAPI, traces: "Traces") -> None:
 
 
 def address_of(run_id: str) -> str:
-    """The address of the page of a run."""
+    """The path and query of the page of a run."""
     return f"/?run={quote(run_id, safe='')}"
 
 
 class DashboardPage:
-    """One open page in one browser. It shows one run; without a name, the one that is newest when there is one."""
+    """One page in one browser tab. It shows one run; without a run_id, the newest one at the first refresh that finds
+    any."""
 
     def __init__(self, traces: "Traces", run_id: str | None) -> None:
         self._traces = traces
@@ -94,7 +98,7 @@ class DashboardPage:
         self._looks = 0
 
     def build(self) -> None:
-        """Lays the page out empty, so that it appears at once, and keeps it filled."""
+        """Builds the layout without data, so that it appears at once; a timer fills it."""
         ui.add_css(_STYLE)
         with ui.row().classes("w-full items-baseline justify-between"):
             ui.label("Replayground").classes("text-2xl font-bold")
@@ -171,6 +175,7 @@ class DashboardPage:
             button.on_click(ask)
 
     async def _answer(self, statement: str, run_id: str | None) -> None:
+        # In a thread, like every query here: a query in the event loop would stop the pages of all browsers.
         try:
             found = await background.io_bound(self._traces.sql, statement, run_id)
         except BadInput as error:
@@ -178,6 +183,7 @@ class DashboardPage:
             return
         more = f", the first {len(found.rows)} shown" if found.truncated else ""
         ui.label(f"{len(found.rows)} rows in {found.seconds} s{more}").classes("soft")
+        # Columns are named by number: a statement may give two of them the same name.
         columns = [
             {"name": str(i), "label": name, "field": str(i), "align": "left"} for i, name in enumerate(found.columns)
         ]
@@ -199,14 +205,17 @@ class DashboardPage:
                 if self._shown_runs
                 else "No run has started on this field yet."
             )
-            return  # a run that has just started may not be in the store yet
+            # Shown, but asked again: a run that has just started may not be in the store yet.
+            return
         except BadInput as error:
             self._show_problem(str(error))
             return
+        # The store failed this query. The page keeps what it shows, and the next refresh tries again.
         except ReplaygroundError:
-            return  # the store is closing or busy; the next look will tell
+            return
+        # NiceGUI returns None while it shuts down. The elements are deleted when the browser has gone away meanwhile.
         if view is None or self._body.is_deleted:
-            return  # the browser went away meanwhile
+            return
         self._show_problem("")
         self._name(view)
         self._show_tiles(view)
@@ -225,12 +234,13 @@ class DashboardPage:
         self._body.set_visibility(not problem)
 
     def _name(self, view: Overview) -> None:
-        """Title and address say which run it is, from the first look on."""
+        """Sets heading, title and URL to the run."""
         resumed = f" · resumed {view.starts}x" if view.starts else ""
         self._heading.set_text(f"{view.run_id} · {view.job} · seed {view.seed} · {_day(view.started_at)}{resumed}")
         if not self._is_titled:
             self._is_titled = True
             ui.page_title(f"{view.run_id} · Replayground")
+            # Fixed from here on: a newer run must not replace the one that somebody is looking at.
             if self._run_id is None:
                 self._run_id = view.run_id
                 self._draw_runs()
@@ -334,8 +344,9 @@ class DashboardPage:
             outcome=self._filters["outcome"],
             rows=_LIST_ROWS,
         )
+        # Drawing the list again would reset its scroll position.
         if found == self._shown or self._list.is_deleted:
-            return  # drawn again it would lose its place on the screen
+            return
         self._shown = found
         self._draw_list()
 
@@ -372,7 +383,7 @@ class DashboardPage:
 
 
 def _render_transcript(told: Transcript) -> None:
-    """The whole of a transcript, as text."""
+    """Shows a transcript, as text."""
     judged = ", ".join(f"{judgement.scorer} {judgement.score}" for judgement in told.judgements)
     ui.label(f"{told.session_id} · version {told.version} · ended by {told.ended_by} · {judged}").classes("soft")
     ui.label(f"right answer {told.reference} · answered {told.answer} · {told.turns} turns").classes("soft mb-2")
@@ -381,6 +392,7 @@ def _render_transcript(told: Transcript) -> None:
 
 
 def _render_utterance(utterance: Utterance) -> None:
+    # The role becomes a CSS class, and it comes from the log: only known ones are passed on.
     role = utterance.role if utterance.role in ("assistant", "tool", "user", "system") else "user"
     with ui.element("div").classes(f"say {role} {'wrong' if utterance.is_error else ''}"):
         with ui.row().classes("gap-2 items-center"):
@@ -395,7 +407,7 @@ def _render_utterance(utterance: Utterance) -> None:
 def _chart(
     reward: list[dict[str, float]], sampled: list[dict[str, float]], greedy: list[dict[str, float]]
 ) -> dict[str, Any]:
-    """Options of the chart: the curves over weight versions."""
+    """ECharts options: the curves over weight versions."""
     return {
         "animation": False,
         "grid": {"left": 40, "right": 16, "top": 34, "bottom": 40},
@@ -446,5 +458,6 @@ def _about_lags(view: Overview, follows: bool) -> str:
 
 
 def _cell(cell: Any) -> str:
+    # A cell may hold a whole event, and a table of them would be too large for the browser.
     text = "" if cell is None else str(cell)
     return text if len(text) <= 400 else f"{text[:400]}…"

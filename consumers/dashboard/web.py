@@ -1,15 +1,15 @@
-"""What the traces program serves, on loopback unless [traces] bind says otherwise: the interface under /api, and the page.
+"""The web server of the traces program: the HTTP interface under /api, and the page.
 
-Everything takes ?run=ID; without it, it is about the newest run. An unknown run is a 404 with one sentence.
+It listens on loopback unless [traces] bind is set. Every request but /api/runs takes ?run=ID; without it, it is about
+the newest run unless noted. An error is {"error": one sentence}: 404 for an unknown run, 400 for other bad input.
 
 GET  /api/runs           all runs of the field, newest first (consumers.reports.runs.RunEntry)
-POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds"}; 400 with one sentence otherwise. Without a
-                         run it is asked of all runs; with one, its tables hold nothing else
-GET  /api/overview       how the run stands (consumers.reports.overview.Overview)
-POST /api/finish         waits until the store has everything, then {"summary": …, "report": html}
-POST /api/reconcile      {"repair": bool} → the store against the log, by partition (consumers.reconcile); without a run, of
-                         the whole field
-GET  /api/report         the report as it would be now
+POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds"}; without a run, over all runs
+GET  /api/overview       the state of the run (consumers.reports.overview.Overview)
+POST /api/finish         waits until the store has caught up with the log, then {"summary": …, "report": html}
+POST /api/reconcile      {"repair": bool} → store and log compared by partition (consumers.reconcile); without a run,
+                         of the whole field
+GET  /api/report         the report as of now, HTML
 GET  /api/transcripts    ?purpose=&outcome=&session=&rows=
 GET  /api/transcripts/…  one of them
 """
@@ -30,40 +30,41 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from consumers.clickhouse.query_cache import QueryCache
-from consumers.clickhouse.sql_guard import check_sql
-from consumers.clickhouse.store import Store, StoreFailed
-from consumers.config import TracesSettings
-from consumers.lag_watch import LagWatch
-from consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
-from consumers.reports import runs
-from consumers.reports.overview import Overview, overview
-from consumers.reports.report import report
-from consumers.reports.runs import Runs, UnknownRun
-from consumers.reports.summary import summary
-from consumers.reports.transcripts import Transcript, TranscriptEntry, list_transcripts, transcript
-from schemas.errors import BadInput
-from schemas.ids import now_microseconds
-from streams.log.protocol import Log
-from streams.rules.runs import RunState
+from replayground.consumers.clickhouse.query_cache import QueryCache
+from replayground.consumers.clickhouse.sql_guard import check_sql
+from replayground.consumers.clickhouse.store import Store, StoreFailed
+from replayground.consumers.config import TracesSettings
+from replayground.consumers.lag_watch import LagWatch
+from replayground.consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
+from replayground.consumers.reports import runs
+from replayground.consumers.reports.overview import Overview, overview
+from replayground.consumers.reports.report import report
+from replayground.consumers.reports.runs import Runs, UnknownRun
+from replayground.consumers.reports.summary import summary
+from replayground.consumers.reports.transcripts import Transcript, TranscriptEntry, list_transcripts, transcript
+from replayground.schemas.errors import BadInput
+from replayground.schemas.ids import now_microseconds
+from replayground.streams.log.protocol import Log
+from replayground.streams.rules.runs import RunState
 
 _LOOPBACK = "127.0.0.1"
 _FRESH_SECONDS = 1.0
 _CATCH_UP_SECONDS_MAX = 120.0
 _TRANSCRIPTS_MAX = 500
+# Runs whose overview is kept.
 _SEEN_MAX = 100
 
 _log = structlog.get_logger(__name__)
 
 
 class Writer(Protocol):
-    """Whoever fills the store."""
+    """What fills the store."""
 
     def await_caught_up(self, timeout_seconds: float) -> bool: ...
 
 
 class SqlResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a person's statement."""
+    """The result of a user's statement."""
 
     columns: list[str]
     rows: list[list[Any]]
@@ -73,7 +74,7 @@ class SqlResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class LogSource:
-    """Where the rows come from, for a program that follows the log."""
+    """The log and what follows it. A program that serves only the store has none."""
 
     log: Log
     lag: LagWatch
@@ -81,8 +82,8 @@ class LogSource:
 
 
 class Traces:
-    """What the page and the interface ask; `run_id` None is the newest run. Every call may block for the time of its
-    queries, and raises UnknownRun (404) and BadInput (400) with one sentence. Safe between threads."""
+    """The requests of page and interface. `run_id` None is the newest run. Every call may block for the time of its
+    queries. Raises UnknownRun (404) and BadInput (400) with one sentence, and StoreFailed. Thread-safe."""
 
     def __init__(self, store: Store, settings: TracesSettings, source: LogSource | None) -> None:
         self._store = store
@@ -90,6 +91,7 @@ class Traces:
         self._source = source
         self._answers = QueryCache(store)
         self._runs = Runs(self._answers)
+        # Runs belongs to one thread at a time.
         self._turn = threading.Lock()
         self._seen: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
 
@@ -107,7 +109,7 @@ class Traces:
             return self._runs.list_runs(now_microseconds())
 
     def overview(self, run_id: str | None = None) -> Overview:
-        """How the run stands, at most a second old: however many ask, the store is asked once."""
+        """The state of the run, at most a second old: however many browsers ask, the store is queried once."""
         with self._turn:
             run = self._runs.find(run_id)
             seen = self._seen.get(run.run_id)
@@ -120,18 +122,22 @@ class Traces:
             return seen[1]
 
     def _lags(self, run: RunState) -> dict[str, int]:
-        """A run that is over has none: its groups stand still while the topics grow with other runs."""
+        """Lags of an active run. A run that is over has none: its groups stand still while other runs fill the
+        topics."""
         return self._source.lag.lags(run.run_id) if self._source is not None and run.is_active else {}
 
     def sql(self, statement: str, run_id: str | None = None) -> SqlResult:
-        """Answers a statement of a person, about all runs or one."""
+        """Runs a user's statement, over all runs or one. Raises BadInput, UnknownRun."""
         safe = check_sql(statement)
         limits: dict[str, Any] = {
+            # One more than is returned shows that there are more.
             "limit": self._settings.sql_rows_max + 1,
             "max_execution_time": max(1, round(self._settings.sql_seconds_max)),
             "max_memory_usage": self._settings.sql_memory_bytes_max,
+            # A second line of defence behind check_sql, not a boundary by itself.
             "readonly": 1,
         }
+        # By ClickHouse, below the views: the statement itself is not changed.
         if run_id:
             limits["additional_table_filters"] = _only(self.find(run_id).run_id)
         began = time.monotonic()
@@ -155,16 +161,17 @@ class Traces:
         return transcript(self._store, self.find(run_id).run_id, trajectory_id)
 
     def report(self, run_id: str | None = None) -> str:
-        """The report as it would be now."""
+        """The report as of now, HTML."""
         return str(self._summary_and_report(self.find(run_id))["report"])
 
     def finish(self, run_id: str | None = None) -> dict[str, Any]:
-        """Summary and report, when everything that is on the log now is in the store."""
+        """Summary and report. Blocks until everything that is on the log now is in the store, at most two minutes."""
         self._await_written(self._require_source())
         return self._summary_and_report(self.find(run_id))
 
     def reconcile(self, repair: bool, run_id: str | None = None) -> list[PartitionComparison]:
-        """The store against the log, of the whole field or of one run."""
+        """Compares the store with the log, and repairs it if asked; the whole field, or one run. Reads the log in
+        scope."""
         source = self._require_source()
         scope = WHOLE_FIELD
         if run_id:
@@ -179,7 +186,7 @@ class Traces:
 
     def _require_source(self) -> LogSource:
         if self._source is None:
-            raise BadInput("this needs the log, which is not followed now: start the field with `replayground up`")
+            raise BadInput("this needs the log, which is not being read: start the field with `replayground up`")
         return self._source
 
     def _await_written(self, source: LogSource) -> None:
@@ -193,7 +200,7 @@ def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
     """The application with everything under /api."""
     app = FastAPI(title="Replayground traces", docs_url=None, redoc_url=None, openapi_url=None)
     if bind == _LOOPBACK:
-        # a page elsewhere must not reach us through a name that it makes point to this machine
+        # Against DNS rebinding: a foreign page could make its own host name resolve to this machine and send SQL.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[_LOOPBACK, "localhost"])
 
     @app.get("/api/runs")
@@ -251,16 +258,18 @@ def _one(traces: Traces, run_id: str | None, trajectory_id: str) -> Transcript:
 
 
 class WebServer:
-    """Interface and page in a thread."""
+    """Serves interface and page in a thread."""
 
     def __init__(self, store: Store, settings: TracesSettings, source: LogSource | None) -> None:
-        """Raises BadInput when the port is taken, before anything is opened."""
+        """Raises BadInput when the port is in use."""
+        # Before the import below, which takes seconds.
         _require_free(settings.bind, settings.port)
-        from consumers.dashboard.page import add_page  # NiceGUI takes seconds to import
+        from replayground.consumers.dashboard.page import add_page
 
         traces = Traces(store, settings, source)
         app = interface(traces, settings.bind)
         add_page(app, traces)
+        # A browser keeps its connection open: without the timeout, shutdown would wait for it.
         config = uvicorn.Config(
             app, host=settings.bind, port=settings.port, log_config=None, access_log=False, timeout_graceful_shutdown=2
         )
@@ -269,7 +278,7 @@ class WebServer:
         self._thread = threading.Thread(target=self._server.run, name="web", daemon=True)
 
     def start(self) -> None:
-        """Returns when the page answers. Raises BadInput when it cannot be opened."""
+        """Blocks until the server accepts connections. Raises BadInput when it cannot start."""
         self._thread.start()
         while not self._server.started:
             if not self._thread.is_alive():
@@ -284,18 +293,22 @@ class WebServer:
 
 
 def _require_free(bind: str, port: int) -> None:
-    """uvicorn would end the process on a busy port; this says what is wrong instead."""
+    """Raises BadInput when the port cannot be bound. uvicorn would only end its own thread, with the reason in the
+    log."""
     with socket.socket() as trial:
+        # As asyncio does when it listens: connections of a server that has just ended do not count as in use.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((bind, port))
         except OSError as error:
             raise BadInput(
-                f"port {port} is in use, or {bind} no address of this machine ({error.strerror}): set [traces] port and bind"
+                f"port {port} is in use, or {bind} is no address of this machine ({error.strerror}): "
+                "set [traces] port and bind"
             ) from error
 
 
 async def _respond(question: Callable[[], Any], shown: Callable[[Any], Response] | None = None) -> Response:
+    # In a thread: requests block for their queries, and the event loop serves all browsers.
     try:
         answer = await asyncio.to_thread(question)
         return _json(answer, 200) if shown is None else shown(answer)
@@ -310,7 +323,8 @@ def _json(content: Any, status: int) -> Response:
 
 
 def _only(run_id: str) -> str:
-    """A setting of ClickHouse that hides every row of other runs from the statement and from the views it reads."""
+    """Value of additional_table_filters that hides the rows of other runs from the statement and the views it reads."""
+    # Quoted twice: a condition in SQL inside a map literal.
     condition = f"run_id = {_quoted(run_id)}"
     return f"{{'events': {_quoted(condition)}}}"
 
@@ -321,7 +335,7 @@ def _quoted(text: str) -> str:
 
 
 def _plain(cell: Any) -> Any:
-    """Cells as JSON can carry them: bytes and others as text, numbers that JSON has no word for as text too."""
+    """A cell as JSON can carry it: other types, and the numbers that JSON does not have (NaN, infinity), as text."""
     if isinstance(cell, float) and (cell != cell or cell in (float("inf"), float("-inf"))):
         return str(cell)
     if cell is None or isinstance(cell, bool | int | float | str):

@@ -1,4 +1,4 @@
-"""Evaluations of a run, out of what was submitted, ended and judged in their sessions. Pure."""
+"""Evaluations of a run, computed from the tasks, trajectories and rewards of their sessions. Pure."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -6,9 +6,10 @@ from typing import Any
 
 from msgspec import Struct
 
+# Session ids of evaluations, as the feeder names them.
 _EVALUATION = re.compile(r"eval-v(\d+)-(sampled|greedy)")
 _SETTLED_MICROSECONDS = 5_000_000
-"an evaluation whose tasks are all ended may still be being submitted; after so long without a new task it is not"
+"when all submitted tasks have ended, more may still be submitted; after this long without a new task, none will be"
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -24,13 +25,15 @@ class Evaluation(Struct, frozen=True, kw_only=True):
 
 
 def evaluations_of(sessions: Iterable[dict[str, Any]], released: Collection[int], now: int) -> list[Evaluation]:
-    """In the order of versions. `sessions` are rows of queries.SESSIONS, `released` the versions that are no longer held."""
+    """The evaluations, by version and kind. `sessions` are rows of queries.SESSIONS, `released` versions no longer
+    held."""
     evaluations: list[Evaluation] = []
     for row in sessions:
         match = _EVALUATION.fullmatch(row["session"])
         if match is None:
             continue
         version = int(match[1])
+        # The feeder releases a version when all tasks of its evaluation have ended. Before that only the time tells.
         settled = version in released or row["newest_task"] < now - _SETTLED_MICROSECONDS
         evaluations.append(
             Evaluation(

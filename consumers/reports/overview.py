@@ -1,6 +1,6 @@
-"""How a run stands: one structure, asked of the trace store in a handful of queries.
+"""The state of a run: one structure, computed from a few queries to the trace store.
 
-`overview` is what the live view, the web page and the summary share, so that they never disagree.
+Live view, web page and summary share `overview`, so that they never disagree.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,19 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from consumers.clickhouse import queries
-from consumers.clickhouse.query_cache import CachedQuery, QueryCache
-from consumers.reports.evaluations import Evaluation, complete_ones, evaluations_of
-from consumers.reports.runs import State, job_of, state_of
-from schemas.events import EVENTS
-from schemas.run import FIELD, JobSettings
-from streams.rules.runs import RunState
+from replayground.consumers.clickhouse import queries
+from replayground.consumers.clickhouse.query_cache import CachedQuery, QueryCache
+from replayground.consumers.reports.evaluations import Evaluation, complete_ones, evaluations_of
+from replayground.consumers.reports.runs import State, job_of, state_of
+from replayground.schemas.events import EVENTS
+from replayground.schemas.run import FIELD, JobSettings
+from replayground.streams.rules.runs import RunState
 
 _RATE_SECONDS = 20
 _HEARTBEAT_MICROSECONDS = 60_000_000
 _CURVE_POINTS_MAX = 500
+
+# Queries over few rows have no minimum age. The others read much of a run and would run at every insert.
 
 _KINDS = tuple(kind.__name__ for kind in EVENTS)
 _STEPS = CachedQuery(queries.STEPS, ("StepTaken",))
@@ -46,7 +48,7 @@ class Step(Struct, frozen=True, kw_only=True):
 
 
 class ProgramStatus(Struct, frozen=True, kw_only=True):
-    """One program, as its last heartbeat tells."""
+    """One program, as of its last heartbeat."""
 
     worker: str
     role: str
@@ -55,7 +57,7 @@ class ProgramStatus(Struct, frozen=True, kw_only=True):
 
 
 class ServerStatus(Struct, frozen=True, kw_only=True):
-    """What a server last said."""
+    """What a server last loaded or refused."""
 
     server: str
     version: int | None
@@ -63,7 +65,7 @@ class ServerStatus(Struct, frozen=True, kw_only=True):
 
 
 class Overview(Struct, frozen=True, kw_only=True):
-    """How a run stands. Times are microseconds since the epoch."""
+    """The state of a run. Times are microseconds since the epoch."""
 
     run_id: str
     job: str
@@ -91,12 +93,12 @@ class Overview(Struct, frozen=True, kw_only=True):
     rejects: int
     "messages that a stage of this run refused"
     rejects_field: int
-    "messages on the field that belong to no run and could not be read"
+    "messages on the field that belong to no run and could not be decoded"
     demonstrations: int
     demonstrations_target: int
     sft_progress: float
     finished: bool
-    "the job is done: the last step is taken and judged, or the log says so; a job without a last step ends on the log alone"
+    "the last step is taken and evaluated, or RunEnded says finished; a job without a last step needs the RunEnded"
     heldout_pass_at_1: list[Evaluation]
     curves: dict[str, list[dict[str, float]]]
     events: dict[str, int]
@@ -111,8 +113,8 @@ class _Sessions(Struct, frozen=True):
 
 
 def overview(answers: QueryCache, run: RunState, lag: dict[str, int], now: int) -> Overview:
-    """Asks the store. `now` is in microseconds; `lag` is told by whoever can ask the log. Raises BadInput when the config of
-    the run cannot be read."""
+    """Queries the store. `now` is in microseconds; `lag` comes from whoever can ask the log. Raises StoreFailed, and
+    BadInput when the config of the run cannot be read."""
     asked = {"run": run.run_id}
     job = job_of(run)
     steps = answers.ask(_STEP_CURVE, asked).dicts()
@@ -122,6 +124,7 @@ def overview(answers: QueryCache, run: RunState, lag: dict[str, int], now: int) 
     counts = answers.ask(_COUNTS, asked).dicts()
     events = {row["type"]: row["events"] for row in counts}
     newest_heartbeat = next((row["newest"] for row in counts if row["type"] == "WorkerSeen"), 0)
+    # From both queries: programs that are silent for a minute are not in `programs`, and `counts` may be 3 s old.
     state = state_of(run, max([newest_heartbeat, *(program.seen for program in programs)]), now)
     tokens = _single(answers, _TOKENS, asked | {"since": now - _RATE_SECONDS * 1_000_000})
     finished = run.is_finished or _is_done(job, len(steps), sessions.evaluations)
@@ -161,7 +164,7 @@ def overview(answers: QueryCache, run: RunState, lag: dict[str, int], now: int) 
 
 
 def grpo_steps(answers: QueryCache, run_id: str) -> list[Step]:
-    """The optimizer steps of GRPO, in order, with everything that was measured."""
+    """The optimizer steps of GRPO in order, with all their metrics."""
     rows = answers.ask(_STEPS, {"run": run_id}).dicts()
     return [_step(number, row) for number, row in enumerate(rows, start=1)]
 
@@ -200,6 +203,7 @@ def _rejects_of_field(answers: QueryCache) -> int:
 
 
 def _numbers(load: dict[str, float | None]) -> dict[str, float]:
+    # JSON has no NaN and no infinity: they are stored as null.
     return {name: value for name, value in load.items() if value is not None}
 
 
@@ -208,7 +212,7 @@ def _gauge(programs: Sequence[ProgramStatus], role: str, figure: str) -> float:
 
 
 def _is_done(job: JobSettings, steps: int, evaluations: Sequence[Evaluation]) -> bool:
-    """After the last step, when both evaluations of the last version are complete."""
+    """Whether the last step is taken and both evaluations of its version are complete."""
     if job.steps == 0:
         return False
     last = job.first_version + job.steps
@@ -219,6 +223,7 @@ def _is_done(job: JobSettings, steps: int, evaluations: Sequence[Evaluation]) ->
 def _phase(
     job: JobSettings, state: State, finished: bool, has_steps: bool, sessions: _Sessions, events: dict[str, int]
 ) -> Phase:
+    # From the end of a run to its start: the first condition that holds says how far it is.
     if finished:
         return "finished"
     if state != "running":
@@ -235,6 +240,7 @@ def _phase(
 def _sft_progress(
     job: JobSettings, has_steps: bool, evaluations: Sequence[Evaluation], programs: Sequence[ProgramStatus]
 ) -> float:
+    # Once the cold start is over, a restarted trainer has no progress to report any more.
     is_over = has_steps or any(evaluation.version >= job.first_version for evaluation in evaluations)
     return 1.0 if is_over else _gauge(programs, "trainer", "progress")
 
@@ -252,7 +258,8 @@ def _curves(steps: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation]) 
 
 
 def _thinned(points: list[dict[str, float]]) -> list[dict[str, float]]:
-    """A run without an end has more points than a screen: neighbours become their mean, at the place of the last of them."""
+    """At most _CURVE_POINTS_MAX points: neighbours become their mean, at the x of the last one."""
+    # A run without an end has more points than a screen, and the page sends all of them at every refresh.
     width = -(-len(points) // _CURVE_POINTS_MAX)
     if width <= 1:
         return points

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that opens offline, without a script. Everything from the log is escaped."""
+"""The report of a run: one HTML file without scripts, which opens offline. Everything from the log is escaped."""
 
 import time
 from collections.abc import Sequence
@@ -7,22 +7,22 @@ from typing import Any
 
 import msgspec
 
-from consumers.clickhouse import queries
-from consumers.clickhouse.query_cache import QueryCache
-from consumers.clickhouse.store import Store
-from consumers.reports import svg
-from consumers.reports.evaluations import Evaluation
-from consumers.reports.overview import Overview, Step, grpo_steps, overview
-from consumers.reports.summary import Summary
-from consumers.reports.transcripts import Transcript, pick_transcript
-from streams.rules.runs import RunState
+from replayground.consumers.clickhouse import queries
+from replayground.consumers.clickhouse.query_cache import QueryCache
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.reports import svg
+from replayground.consumers.reports.evaluations import Evaluation
+from replayground.consumers.reports.overview import Overview, Step, grpo_steps, overview
+from replayground.consumers.reports.summary import Summary
+from replayground.consumers.reports.transcripts import Transcript, pick_transcript
+from replayground.streams.rules.runs import RunState
 
 _BLUE, _GREEN, _AMBER, _GREY = "#2563eb", "#059669", "#d97706", "#94a3b8"
 _SMOOTHING_STEPS = 4
 
 
 def report(store: Store, run: RunState, figures: Summary, now: int) -> str:
-    """The whole page."""
+    """The report as HTML. Raises StoreFailed, BadInput."""
     answers = QueryCache(store)
     view = overview(answers, run, {}, now)
     steps = grpo_steps(answers, run.run_id)
@@ -41,7 +41,7 @@ def report(store: Store, run: RunState, figures: Summary, now: int) -> str:
     ]
     title = escape(f"Replayground run {run.run_id}")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
-    # a policy that forbids scripts: what an agent wrote stays text even if an escape were forgotten
+    # Forbids scripts: text of an agent could not run even if an escape were forgotten.
     policy = "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
     main = "\n".join(parts)
     return (
@@ -53,7 +53,7 @@ def report(store: Store, run: RunState, figures: Summary, now: int) -> str:
 def _examples(
     store: Store, run_id: str, evaluations: Sequence[Evaluation]
 ) -> tuple[Transcript | None, Transcript | None]:
-    """A success of the last evaluation; a failure of it, or of the one before when there is none."""
+    """A passed and a failed trajectory, each from the newest evaluation that has one."""
     sessions = [evaluation.session for evaluation in reversed(evaluations) if evaluation.kind == "sampled"]
     good = next((found for name in sessions if (found := pick_transcript(store, run_id, name, True))), None)
     failed = next((found for name in sessions if (found := pick_transcript(store, run_id, name, False))), None)
@@ -112,7 +112,7 @@ def _staleness(steps: Sequence[Step]) -> str:
 
 
 def _phases(store: Store, run_id: str) -> str:
-    """What the run's time went to. Evaluations and training take turns or overlap, so the sum may exceed the whole."""
+    """Seconds of the run by phase. Evaluations and training may overlap, so the sum may exceed the total."""
     seconds: dict[str, float] = {}
     for name, first, last in store.ask(queries.PHASES, {"run": run_id}).rows:
         phase = "evaluations" if name.startswith("eval") else name
@@ -156,7 +156,8 @@ def _example(title: str, transcript: Transcript | None) -> str:
 
 
 def utterance_html(role: str, name: str | None, content: str, is_error: bool, perturbation: str | None) -> str:
-    """One entry of a transcript, escaped; what the perturbation layer did is marked."""
+    """One entry of a transcript, escaped; errors and perturbations are marked."""
+    # The role becomes a CSS class, and it comes from the log: only known ones are passed on.
     kind = role if role in ("system", "user", "assistant", "tool") else "user"
     who = role if name is None or name == role else f"{role} · {name}"
     marks = '<em class="bad">error</em>' if is_error else ""

@@ -1,6 +1,7 @@
-"""The runs of a field, as the trace store has them: which there are, how each of them stands, and its job.
+"""The runs of a field as the trace store has them: the list of runs, the state of each, and its job.
 
-What a run is comes from its facts on topic `runs` (streams.rules.runs), never from the settings of this program.
+Everything about a run comes from its events on topic `runs` (streams.rules.runs), not from the settings of this
+program.
 """
 
 import difflib
@@ -10,28 +11,29 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from consumers.clickhouse import queries
-from consumers.clickhouse.query_cache import CachedQuery, QueryCache
-from consumers.clickhouse.store import QueryResult
-from consumers.reports.evaluations import evaluations_of, newest_pass_at_1
-from schemas.errors import BadInput
-from schemas.events import Event, Meta, RunEnded, RunResumed, RunStarted
-from schemas.run import JobSettings
-from streams.rules.runs import RunState, fold
+from replayground.consumers.clickhouse import queries
+from replayground.consumers.clickhouse.query_cache import CachedQuery, QueryCache
+from replayground.consumers.clickhouse.store import QueryResult
+from replayground.consumers.reports.evaluations import evaluations_of, newest_pass_at_1
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Event, Meta, RunEnded, RunResumed, RunStarted
+from replayground.schemas.run import JobSettings
+from replayground.streams.rules.runs import RunState, fold
 
 State = Literal["running", "finished", "stopped", "failed", "taken_over", "lost"]
 
+# A run without a heartbeat for this long is lost.
 _LOST_MICROSECONDS = 30_000_000
 _NEAREST = 3
 _FACTS: dict[str, type[Event]] = {"RunStarted": RunStarted, "RunResumed": RunResumed, "RunEnded": RunEnded}
 _RUN_FACTS = CachedQuery(queries.RUN_FACTS, tuple(_FACTS))
 _KINDS = ("StepTaken", "WeightsPublished", "TaskSubmitted", "TrajectoryAssembled", "RewardAssigned", "ControlIssued")
-"what the figures of a run in the list rest on"
+"kinds of events from which the figures of a run in the list are computed"
 _COUNTS = CachedQuery(queries.COUNTS_BY_RUN, (*_KINDS, "WorkerSeen"), seconds=2.0)
 
 
 class UnknownRun(BadInput):
-    """There is no such run in the store."""
+    """The store has no such run, or no such trajectory."""
 
 
 class RunEntry(Struct, frozen=True, kw_only=True):
@@ -64,14 +66,16 @@ class _Figures(Struct, frozen=True, kw_only=True):
 
 
 def state_of(run: RunState, newest_heartbeat: int, now: int) -> State:
-    """A run that has not ended on the log and has shown no sign of life for a while is lost."""
+    """The reason of its RunEnded, else `running`, or `lost` without a heartbeat for half a minute."""
     if run.reason is not None:
         return run.reason
+    # The start counts as a sign of life: a run that was just resumed has no new heartbeat yet.
     return "running" if max(newest_heartbeat, run.resumed_at) >= now - _LOST_MICROSECONDS else "lost"
 
 
 def job_of(run: RunState) -> JobSettings:
-    """The job of a run. Fields that this release does not know are passed over. Raises BadInput when it cannot be read."""
+    """The job of a run. Raises BadInput when its config cannot be read."""
+    # Unknown fields are skipped: the run may have been started by another release.
     try:
         told = msgspec.json.decode(run.config, type=dict[str, Any]).get("job", {})
         known = {name: told[name] for name in JobSettings.__struct_fields__ if name in told}
@@ -81,7 +85,7 @@ def job_of(run: RunState) -> JobSettings:
 
 
 class Runs:
-    """The runs in the store. Belongs to one thread at a time."""
+    """The runs in the store. Belongs to one thread at a time. Methods block for their queries and raise StoreFailed."""
 
     def __init__(self, answers: QueryCache) -> None:
         self._answers = answers
@@ -91,12 +95,13 @@ class Runs:
     def states(self) -> dict[str, RunState]:
         """All runs by id, in the order in which they started."""
         answer = self._answers.ask(_RUN_FACTS, {})
+        # The cache returns the same object until there are new facts: then the fold is still right.
         if answer is not self._folded[0]:
             self._folded = (answer, fold(_facts(answer.rows)))
         return self._folded[1]
 
     def find(self, run_id: str | None) -> RunState:
-        """A run, or the newest one. Raises UnknownRun."""
+        """The run with this id, or the newest one. Raises UnknownRun."""
         states = self.states()
         if not states:
             raise UnknownRun("there is no run on this field yet")
@@ -137,7 +142,7 @@ class Runs:
     def _figures_of(
         self, run_ids: Sequence[str], counts: Mapping[str, dict[str, int]], now: int
     ) -> dict[str, _Figures]:
-        """Asked anew only for runs that have more rows than last time: a run of last month costs nothing."""
+        """Figures by run. Queries only runs whose row counts changed since the last call: old runs cost nothing."""
         rests_on = {run_id: tuple(counts.get(run_id, {}).get(kind, 0) for kind in _KINDS) for run_id in run_ids}
         changed = [run_id for run_id in run_ids if self._figures.get(run_id, ((), None))[0] != rests_on[run_id]]
         if changed:
@@ -170,7 +175,8 @@ class Runs:
 
 
 def _facts(rows: Iterable[Sequence[Any]]) -> Iterator[Event]:
-    """Rows of queries.RUN_FACTS as events, in the order of the log: topic runs has one partition."""
+    """The rows of queries.RUN_FACTS as events, in the order of the log."""
+    # Offsets give the order over all runs, because topic runs has one partition.
     facts = [(*fact, run_id) for run_id, told in rows for fact in told]
     for _, kind, event_id, sender, timestamp, body, run_id in sorted(facts, key=lambda fact: fact[0]):
         if kind in _FACTS:
@@ -179,5 +185,5 @@ def _facts(rows: Iterable[Sequence[Any]]) -> Iterator[Event]:
 
 
 def _nearest(run_id: str, known: Sequence[str]) -> list[str]:
-    """Ids that look alike; the newest ones when none does."""
+    """Known ids that are similar; the newest ones when none is."""
     return difflib.get_close_matches(run_id, known, _NEAREST, 0.3) or list(reversed(known))[:_NEAREST]

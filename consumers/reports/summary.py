@@ -1,7 +1,7 @@
-"""The figures of a run at its end. Names are fixed: summary.json is checked by others.
+"""The figures of a run at its end. Their names are fixed: other programs check summary.json.
 
-Everything is asked of the trace store, except log_events: that is counted on the log itself, message by message from where
-the run started, so that the two can be compared and what came before the run costs nothing.
+All of them come from the trace store but log_events, which is counted on the log itself, message by message from the
+start positions of the run, so that rows and messages can be compared.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from consumers.clickhouse import queries
-from consumers.clickhouse.query_cache import QueryCache
-from consumers.clickhouse.store import Place, Store
-from consumers.reports.evaluations import complete_ones, newest_pass_at_1
-from consumers.reports.overview import Step, grpo_steps, overview
-from schemas.events import Position
-from schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
-from streams.log.protocol import Log
-from streams.rules.runs import RunState
+from replayground.consumers.clickhouse import queries
+from replayground.consumers.clickhouse.query_cache import QueryCache
+from replayground.consumers.clickhouse.store import Place, Store
+from replayground.consumers.reports.evaluations import complete_ones, newest_pass_at_1
+from replayground.consumers.reports.overview import Step, grpo_steps, overview
+from replayground.schemas.events import Position
+from replayground.schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
+from replayground.streams.log.protocol import Log
+from replayground.streams.rules.runs import RunState
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -27,44 +27,47 @@ class Summary(Struct, frozen=True, kw_only=True):
     run_id: str
     seed: int
     seconds_total: float
-    "from the first event of the run to the last that is no heartbeat"
+    "from the first event of the run to the last one that is no heartbeat"
     seconds_to_first_rollout: float | None
     steps: int
     heldout_pass_at_1_start: float | None
-    "at temperature 1, of the version that practice began with"
+    "at temperature 1, of the first version that was evaluated"
     heldout_pass_at_1_end: float | None
     "at temperature 1, of the last version that was evaluated"
     heldout_greedy_end: float | None
     events_by_type: dict[str, int]
     trajectories: int
     trajectories_infra_error: int
+    infra_error_share_by_version: dict[str, float]
+    "share of the attempts that a version sampled, the oldest of its tokens counting, which ended by infra_error"
     groups_completed: int
     groups_dropped_by_reason: dict[str, int]
     batches: int
     weight_versions_published: int
     weight_versions_loaded_by_server: dict[str, int]
-    "versions that a server loaded and proved, each counted once"
+    "versions that a server loaded and verified, each counted once"
     staleness_max: int
-    "greatest age in versions of a trajectory that was trained on"
+    "greatest staleness of a trajectory that was trained on"
     dead_letters: int
     tokens_sampled: int
     "by the policy; the teacher's are not sampled"
     tokens_per_second: float
     "tokens sampled, by the seconds from the first to the last sampled turn"
     logprob_gap_mean: float | None
-    "mean |sampling - trainer| over tokens that the very version being trained had sampled"
+    "mean |sampling - trainer| over tokens that were sampled by the version being trained"
     sampling_busy_share: float | None
-    "share of the GRPO phase in which rollouts were under way"
+    "busy seconds of the rollouts program by the seconds of the GRPO phase"
     trainer_busy_share: float | None
     trace_rows: int
-    "rows of all runs from where this one started, at offsets that the log still has"
+    "rows of all runs from where this one started, at offsets that the log still has; without the log, rows of this run"
     log_events: int | None
-    "messages of all runs from where this one started, up to where the store has come; null when the log was not read"
+    "messages of all runs from where this one started, up to the store's last offsets; null without the log"
     peak_memory_bytes_by_program: dict[str, int]
 
 
 def summary(store: Store, log: Log | None, run: RunState, now: int) -> Summary:
-    """Asks the store and counts the log. Whoever writes the store must not be in the middle of a batch."""
+    """Queries the store and counts the log from the start of the run on. The store must not be in the middle of a
+    batch, or trace_rows and log_events differ. Raises StoreFailed, BadInput, LogUnavailable."""
     asked = {"run": run.run_id}
     answers = QueryCache(store)
     view = overview(answers, run, {}, now)
@@ -89,6 +92,9 @@ def summary(store: Store, log: Log | None, run: RunState, now: int) -> Summary:
         events_by_type=view.events,
         trajectories=trajectories["trajectories"],
         trajectories_infra_error=trajectories["infra_error"],
+        infra_error_share_by_version={
+            str(version): share for version, share in store.ask(queries.INFRA_ERRORS_BY_VERSION, asked).rows
+        },
         groups_completed=store.ask(queries.GROUPS, asked).rows[0][0],
         groups_dropped_by_reason=_dropped(store, run.run_id, batches),
         batches=len(batches),
@@ -110,13 +116,14 @@ def summary(store: Store, log: Log | None, run: RunState, now: int) -> Summary:
 
 
 def count_rows(store: Store, log: Log, start: Sequence[Position] = ()) -> tuple[int, int]:
-    """Rows in the store, and messages on the log up to where the store has come, both from `start` on."""
+    """Rows in the store, and messages on the log up to the last offsets of the store, both from `start` on."""
+    # Next offsets of the store by partition (no lags, despite the name).
     group_lags = {(topic, partition): following for topic, partition, following, _ in store.ask(queries.STANDING).rows}
     starts = {(position.topic, position.partition): position.offset for position in start}
     found = {place: _OnLog() for place in group_lags}
     for message in log.messages([topic.name for topic in TOPICS], start):
         place = (message.address.topic, message.address.partition)
-        # a tombstone has no row; and the log grows while it is read: what is beyond the store is not its fault
+        # A tombstone has no row. The log grows while it is read: messages beyond the store's offsets are not missing.
         if message.value is not None and message.address.offset < group_lags.get(place, 0):
             found[place].add(message.address.offset, TOPIC_BY_NAME[place[0]].compacted)
     rows = _rows(store, {place: (starts.get(place, 0), following) for place, following in group_lags.items()}, found)
@@ -140,7 +147,7 @@ class _OnLog:
 
 
 def _rows(store: Store, stretches: Mapping[Place, tuple[int, int]], found: Mapping[Place, _OnLog]) -> int:
-    """Rows that the log can be asked about: what it has forgotten, by key or by age, is not held against the store."""
+    """Number of rows whose messages the log still has. Compaction and retention remove messages, not rows."""
     kept: dict[Place, tuple[int, int]] = {}
     at_offsets = 0
     for place, (first, following) in stretches.items():
@@ -155,7 +162,7 @@ def _rows(store: Store, stretches: Mapping[Place, tuple[int, int]], found: Mappi
 
 
 def logprob_gap(steps: Sequence[Step]) -> float | None:
-    """Weighted by tokens, since steps rest on different numbers of them."""
+    """The mean gap of all steps, weighted by the number of tokens it was measured on; None when there were none."""
     weights = [step.metrics.get("logprob_gap_tokens", 0.0) for step in steps]
     gaps = [step.metrics.get("logprob_gap_mean", 0.0) for step in steps]
     total = sum(weights)
@@ -165,7 +172,7 @@ def logprob_gap(steps: Sequence[Step]) -> float | None:
 def _busy_shares(
     store: Store, run_id: str, batches: Sequence[dict[str, Any]], steps: Sequence[Step]
 ) -> dict[str, float]:
-    """Busy seconds of each role by the seconds of the GRPO phase, from the first batch to the last step."""
+    """Busy seconds of each role divided by the seconds of the GRPO phase, from the first batch to the last step."""
     if not batches or not steps:
         return {}
     first, last = batches[0]["timestamp"], steps[-1].timestamp
@@ -174,7 +181,8 @@ def _busy_shares(
 
 
 def _dropped(store: Store, run_id: str, batches: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Groups that taught nothing, by reason, and those that were too old when a batch was cut."""
+    """Dropped groups by reason, and as `stale` those that were too old when a batch was cut."""
+    # Staleness is decided by the cutter, so stale groups are on the batches and not on GroupCompleted.
     dropped = {str(reason): int(count) for reason, count in store.ask(queries.GROUPS_BY_REASON, {"run": run_id}).rows}
     stale = sum(int(batch["groups_stale"]) for batch in batches)
     return dropped | ({"stale": stale} if stale else {})

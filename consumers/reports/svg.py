@@ -1,4 +1,4 @@
-"""Line charts and bars as SVG text: no script, no font, no file besides. Pure."""
+"""Line charts and bars as SVG text, without scripts, fonts or other files. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. A curve with marks shows its points; `faint` is for what is noisy and stands behind its mean."""
+    """One curve. `marks` shows its points; `faint` is for noisy data behind its mean and leaves it out of the
+    legend."""
 
     name: str
     points: Sequence[Point]
@@ -30,13 +31,14 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str, y_max: float 
     x_low = min(x for line in drawn for x, _ in line.points)
     x_high = max(x for line in drawn for x, _ in line.points)
     y_high = y_max if y_max is not None else _nice(max(y for line in drawn for _, y in line.points))
+    # At least 1 wide and high: a single point, or only zeros, would divide by zero.
     frame = _Frame(x_low, max(x_high, x_low + 1), y_high or 1.0)
     body = frame.grid(x_label) + "".join(_curve(line, frame) for line in drawn)
     return _svg(title, body) + _legend(drawn)
 
 
 def mean_of_neighbours(points: Sequence[Point], width: int) -> list[Point]:
-    """The running mean over so many points behind and ahead."""
+    """The running mean over `width` points before and after each point."""
     means: list[Point] = []
     for place, (x, _) in enumerate(points):
         near = [y for _, y in points[max(0, place - width) : place + width + 1]]
@@ -45,7 +47,7 @@ def mean_of_neighbours(points: Sequence[Point], width: int) -> list[Point]:
 
 
 def bars(title: str, amounts: Sequence[tuple[str, float]], unit: str, colour: str) -> str:
-    """Horizontal bars, the largest first."""
+    """Horizontal bars, the eight largest, in descending order."""
     shown = sorted(amounts, key=lambda pair: -pair[1])[:8]
     greatest = max((amount for _, amount in shown), default=0.0) or 1.0
     rows = []
@@ -61,7 +63,7 @@ def bars(title: str, amounts: Sequence[tuple[str, float]], unit: str, colour: st
 
 
 class _Frame:
-    """Where a point of the data lies on the picture."""
+    """Maps points of the data to coordinates of the picture."""
 
     def __init__(self, x_low: float, x_high: float, y_high: float) -> None:
         self._x_low, self._x_high, self._y_high = x_low, x_high, y_high
@@ -100,6 +102,7 @@ def _curve(line: Line, frame: _Frame) -> str:
     opacity, width = ("0.35", "1") if line.faint else ("1", "2.4")
     stroke = f'stroke="{line.colour}" stroke-width="{width}" opacity="{opacity}"'
     curve = f'<polyline points="{path}" fill="none" {stroke} stroke-linejoin="round"/>'
+    # A polyline of one point is invisible.
     if line.marks or len(places) == 1:
         curve += "".join(f'<circle cx="{x}" cy="{y}" r="4" fill="{line.colour}"/>' for x, y in places)
     return curve
@@ -121,7 +124,7 @@ def _empty(title: str) -> str:
 
 
 def _nice(value: float) -> float:
-    """The next round number above."""
+    """The next round number up to 100; above that the value itself."""
     for step in (1.0, 2.0, 4.0, 8.0, 10.0, 20.0, 40.0, 80.0, 100.0):
         if value <= step:
             return step

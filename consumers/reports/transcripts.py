@@ -1,13 +1,13 @@
-"""Transcripts out of the trace store, as people read them."""
+"""Transcripts of trajectories, from the trace store."""
 
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from consumers.clickhouse import queries
-from consumers.clickhouse.store import Store
-from schemas.events import Utterance
+from replayground.consumers.clickhouse import queries
+from replayground.consumers.clickhouse.store import Store
+from replayground.schemas.events import Utterance
 
 
 class TranscriptEntry(Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
 
 class Transcript(Struct, frozen=True, kw_only=True):
-    """One attempt, told."""
+    """One attempt: its utterances and the judgements of its scorers."""
 
     trajectory_id: str
     session_id: str | None
@@ -52,18 +52,19 @@ class Transcript(Struct, frozen=True, kw_only=True):
 def list_transcripts(
     store: Store, run_id: str, *, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
 ) -> list[TranscriptEntry]:
-    """The newest judged trajectories. `outcome` is "passed", "failed" or "" for both."""
+    """The newest trajectories with a reward. `outcome` is "passed", "failed" or "" for both. Raises StoreFailed."""
     asked = {"run": run_id, "purpose": purpose, "outcome": outcome, "session": session, "rows": rows}
     return [TranscriptEntry(**row) for row in store.ask(queries.TRANSCRIPTS, asked).dicts()]
 
 
 def transcript(store: Store, run_id: str, trajectory_id: str) -> Transcript | None:
-    """One trajectory, or None when there is no such one."""
+    """The attempt of a trajectory that counts; None when the trajectory is not assembled. Raises StoreFailed."""
     asked = {"run": run_id, "trajectory": trajectory_id}
     found = store.ask(queries.TRANSCRIPT, asked).dicts()
     if not found:
         return None
     row, body = found[0], msgspec.json.decode(found[0]["body"])
+    # Rewards of other attempts of the trajectory do not belong to this transcript.
     judgements = [
         Judgement(scorer=r["scorer"], score=r["score"], verdict=r["verdict"], evidence=r["evidence"])
         for r in store.ask(queries.REWARDS_OF, asked).dicts()
@@ -73,7 +74,8 @@ def transcript(store: Store, run_id: str, trajectory_id: str) -> Transcript | No
 
 
 def pick_transcript(store: Store, run_id: str, session: str, passed: bool) -> Transcript | None:
-    """A trajectory of the session that passed or failed, the one with the most to read."""
+    """The passed or failed trajectory of the session with the most turns; None when there is none. Raises
+    StoreFailed."""
     asked = {"run": run_id, "session": session, "passed": int(passed)}
     rows = store.ask(queries.TELLING, asked).rows
     return transcript(store, run_id, rows[0][0]) if rows else None

@@ -1,4 +1,4 @@
-"""Checks a job file and what it names, as far as that needs no sandbox: config, module, agents, tasks. Then its trial."""
+"""Checks a job file and what it names without a sandbox: config, module, agents, tasks. Then starts the trial."""
 
 import inspect
 import re
@@ -11,41 +11,41 @@ from typing import Any
 
 import msgspec
 
-from deploy.checking import places
-from deploy.checking.places import SourceLocation
-from deploy.checking.report import CheckReport, described, within
-from deploy.checking.trial import Drawn, Subject, try_job
-from deploy.config import Config, examine, read_toml
-from deploy.resolve import read_request
-from deploy.sources import origin_of
-from producers.task_lines import KnownNames, read_lines
-from producers.tasks import DEMONSTRATIONS, TRAINING, require_teacher, seed_of
-from producers.topology import AgentCatalog, agent_catalog_of
-from sandboxes.worlds.world import world_from_json
-from schemas.errors import BadInput
-from schemas.events import Task
-from schemas.job import Job, load_job
+from replayground.deploy.checking import places
+from replayground.deploy.checking.places import SourceLocation
+from replayground.deploy.checking.report import CheckReport, described, within
+from replayground.deploy.checking.trial import Drawn, Subject, try_job
+from replayground.deploy.config import Config, examine, read_toml
+from replayground.deploy.resolve import read_request
+from replayground.deploy.sources import origin_of
+from replayground.producers.task_lines import KnownNames, read_lines
+from replayground.producers.tasks import DEMONSTRATIONS, TRAINING, require_teacher, seed_of
+from replayground.producers.topology import AgentCatalog, agent_catalog_of
+from replayground.sandboxes.worlds.world import world_from_json
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Task
+from replayground.schemas.job import Job, load_job
 
 _TASKS_DRAWN = 50
-"of each session, by a whole check"
+"of each session, in a thorough check"
 _TASKS_DRAWN_QUICKLY = 4
 _DRAWING_SECONDS_QUICK = 0.2
 _LINES_NAMED_MAX = 20
-"bad lines of a tasks file that are told one by one"
+"bad lines of a tasks file that are printed; the rest is counted"
 _TASK_NEEDS = "a Task needs prompt, reference, agent, toolset, world, scorers, group_size and split"
 _NO_REFERENCE = "give every Task a reference; reference=None where no answer is the right one"
 
 
 def check_job(source: Path, seed: int, report: CheckReport, *, thorough: bool) -> None:
-    """Tries a job and takes every mistake into the report. Without `thorough` only what takes about a second: a few tasks,
-    and nothing that starts a browser or asks a server."""
+    """Checks a job and adds every mistake to the report. Without `thorough` it takes about a second: a few tasks, no
+    browser, no MCP server and no model server."""
     config = _check_config(source, report)
     if config is not None:
         _JobCheck(source, config, seed, report, thorough).run()
 
 
 def _check_config(source: Path, report: CheckReport) -> Config | None:
-    """The config, without what is wrong with it; None when it cannot be read at all."""
+    """The config without its wrong settings, so that the rest can be checked; None when it cannot be read."""
     with report.step(f"config {SourceLocation(source)}"):
         try:
             raw = read_toml(source)
@@ -57,7 +57,8 @@ def _check_config(source: Path, report: CheckReport) -> Config | None:
             report.mistake(places.of_setting(source, problem.setting), problem.sentence)
         if not problems:
             try:
-                read_request(source)  # what is only wrong to write down, such as a password
+                # Finds what is valid but must not be stored, such as a password in plain text.
+                read_request(source)
             except BadInput as error:
                 report.mistake(SourceLocation(source), _without(str(error), source))
         if "module" not in raw.get("job", {}):
@@ -89,7 +90,7 @@ class _JobCheck:
 
     @property
     def module(self) -> Path:
-        """The file of the job's module; the config where it has none."""
+        """The file of the job's module; the config file when the module has none."""
         name = self.config.job.module
         return Path(name) if name.endswith(".py") else origin_of(name) or self.source
 
@@ -104,15 +105,17 @@ class _JobCheck:
 
     def _place_of_load_error(self, error: BadInput) -> SourceLocation:
         module = self.module
+        # An exception of the module itself; then a module that does not exist; then a rule that the module breaks.
         if error.__cause__ is not None and module != self.source:
             return places.of_error(error.__cause__, module)
         if module == self.source or not module.is_file():
             return places.of_setting(self.source, "job.module")
+        # load_job begins such messages with the name: "TOOLS of job module … is Tool, not a tuple of …".
         name = str(error).partition(" ")[0]
         return places.of_definition(module, name) if name.isupper() else SourceLocation(module, 1)
 
     def _agent_catalog(self, job: Job) -> AgentCatalog | None:
-        """None when it is wrong; a job that defines no agents has an empty one."""
+        """The agents of the job; an empty catalog when it defines none, None when the definition is wrong."""
         agents = self.config.job.agents
         file = self.module if agents is None else Path(agents)
         defined = agents is not None or bool(job.agents)
@@ -135,7 +138,7 @@ class _JobCheck:
             self.report.mistake(places.of_setting(self.source, "job.demonstrations"), str(error))
 
     def _trains(self, agent_catalog: AgentCatalog, drawn: list[Drawn]) -> None:
-        """Whoever is misspelt here would never be trained, without a word."""
+        """Checks the names in [job] trains: a misspelt agent would silently not be trained."""
         known = set(agent_catalog.agents) or {found.task.agent for found in drawn}
         for name in self.config.job.trains:
             if name not in known:
@@ -155,7 +158,7 @@ class _JobCheck:
         return drawn
 
     def _sessions(self) -> Iterator[tuple[str, str]]:
-        """The sessions that a run draws tasks for, with their splits."""
+        """The split and name of every session for which a run draws tasks."""
         if self.config.job.demonstrations > 0:
             yield "train", DEMONSTRATIONS
         yield "train", TRAINING
@@ -164,7 +167,9 @@ class _JobCheck:
 
     def _draw(self, job: Job, split: str, session: str) -> list[Drawn]:
         """The first tasks of a session, each with the line that yielded it."""
+        # The seed that the feeder uses: the tasks that are checked are those of the run.
         seed = seed_of(self.seed, split, session)
+        # Unwrapped: load_job may wrap `tasks`, and the line of the user's own function is wanted.
         make = inspect.unwrap(job.tasks)
         at = places.of_code(make, self.module)
         drawn: list[Drawn] = []
@@ -176,6 +181,7 @@ class _JobCheck:
                     self._no_tasks(at, split)
                 elif self.thorough:
                     self._check_repeats(job, drawn, seed, at)
+        # SystemExit too: a module that calls sys.exit() must not end the check without a word.
         except (Exception, SystemExit) as error:
             remedy = _NO_REFERENCE if "'reference'" in str(error) else _TASK_NEEDS
             place = places.of_error(error, self.module)
@@ -186,6 +192,7 @@ class _JobCheck:
     def _first(self, made: Any, at: SourceLocation, split: str, session: str) -> Iterator[Drawn]:
         began = time.monotonic()
         for number, task in enumerate(islice(made, _TASKS_DRAWN if self.thorough else _TASKS_DRAWN_QUICKLY)):
+            # Now, while the generator is suspended at the yield of this very task.
             place = places.of_yield(made, at)
             if not isinstance(task, Task):
                 text = f"tasks({split!r}, seed) yields {type(task).__name__}, not Task; {_TASK_NEEDS}"
@@ -202,7 +209,8 @@ class _JobCheck:
             self.report.mistake(at, f"{text}: it must go on yielding tasks, without an end")
 
     def _check_repeats(self, job: Job, drawn: list[Drawn], seed: int, at: SourceLocation) -> None:
-        """A feeder that restarts draws again: other tasks would then carry the ids of those on the log."""
+        """Checks that `tasks` repeats: the same seed gives the same tasks, and `start` skips exactly that many."""
+        # A restarted feeder draws again, and ids are derived from numbers: other tasks would reuse ids on the log.
         split, middle = drawn[0].split, len(drawn) // 2
         expected = [found.task for found in drawn]
         if list(islice(job.tasks(split, seed), len(drawn))) != expected:
@@ -212,11 +220,12 @@ class _JobCheck:
             text = f"tasks({split!r}, seed, start={middle}) does not begin with task number {middle} of start=0"
             self.report.mistake(at, f"{text}: count from start", kind="start")
         if len(drawn) < _TASKS_DRAWN:
-            text = f"tasks({split!r}, seed) ends after {len(drawn)} tasks: a run that needs more of them waits for ever"
+            text = f"tasks({split!r}, seed) ends after {len(drawn)} tasks: a run that needs more waits for ever"
             self.report.warn(at, text)
 
     def _check_task(self, found: Drawn, names: KnownNames) -> None:
         task = found.task
+        # Names are looked up only in a task whose values have the right types.
         problems = list(_problems_of_values(task)) or list(names.problems(task))
         world = None if problems and not isinstance(task.world, str) else _problem_of_world(task)
         found.is_playable = not problems and world is None
@@ -231,7 +240,8 @@ class _JobCheck:
             try:
                 lines = file.read_bytes().splitlines()
             except OSError:
-                return []  # told by the check of the config
+                # The check of the config has reported it.
+                return []
             bad = 0
             for number, line in read_lines(lines, names, group_size=1):
                 if isinstance(line, str):
@@ -249,7 +259,8 @@ class _JobCheck:
 
 
 def _problems_of_values(task: Task) -> Iterator[str]:
-    """Fields whose values cannot be written to the log: a class of ours checks nothing when it is made."""
+    """Fields whose values cannot be written to the log."""
+    # msgspec structs do not check types when they are made, only when they are decoded.
     try:
         msgspec.convert(msgspec.to_builtins(task), Task)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
@@ -270,7 +281,8 @@ def _problem_of_world(task: Task) -> str | None:
 
 
 def _place_in_agents(file: Path, text: str) -> SourceLocation:
-    """The line of a file of agents that a message is about."""
+    """The line of an agents file that a message is about."""
+    # In order of precision: the line of a TOML error, the path in a message of msgspec, a quoted name.
     place = places.of_toml_error(file, text)
     if place.line is not None or not file.is_file():
         return place
@@ -286,5 +298,5 @@ def _place_in_agents(file: Path, text: str) -> SourceLocation:
 
 
 def _without(text: str, file: Path) -> str:
-    """A sentence without the file that its place names already."""
+    """A message without its leading file name, which the place of the mistake contains already."""
     return text.removeprefix(f"{file}: ").removeprefix(f"{file} ")

@@ -1,4 +1,4 @@
-"""Which file and line a mistake stands at: of a setting in TOML, of an exception, of a function, of a task."""
+"""Finds the file and line of a mistake: of a setting in TOML, an exception, a function, or a task."""
 
 import ast
 import re
@@ -18,7 +18,7 @@ _ANY = "NAME"
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """A file and, where one is known, a line of it. Its text is relative to the working folder, if it lies below."""
+    """A file and, if known, a line. As text, the path is relative to the working folder if it lies below it."""
 
     file: Path
     line: int | None = None
@@ -30,9 +30,10 @@ class SourceLocation:
 
 
 def of_setting(file: Path, setting: str) -> SourceLocation:
-    """The line that sets a dotted setting; else the one of the nearest section above it.
+    """The line that sets a dotted setting, else the line of the nearest section above it.
 
-    Not covered: lines inside of strings and arrays that span several are read as if they stood alone."""
+    Not covered: multi-line strings and arrays; their lines are read as if they were settings."""
+    # tomllib gives no positions, so the lines are matched here.
     wanted = [part for part in re.sub(r"\[\d+\].*", "", setting).split(".") if part]
     best, line = 0, None
     for number, path in _settings(file):
@@ -43,7 +44,7 @@ def of_setting(file: Path, setting: str) -> SourceLocation:
 
 
 def of_toml_error(file: Path, text: str) -> SourceLocation:
-    """The line that a decoder of TOML names in its message."""
+    """The line that tomllib names in its error message."""
     found = _TOML_LINE.search(text)
     if found is not None:
         return SourceLocation(file, int(found.group(1)))
@@ -52,10 +53,11 @@ def of_toml_error(file: Path, text: str) -> SourceLocation:
 
 
 def of_error(error: BaseException, module: Path) -> SourceLocation:
-    """The last line of the job, or beside it, that an exception passed through; of a syntax error, the line itself."""
+    """The innermost line of the job's folder in a traceback; for a SyntaxError, its line."""
     for link in _causes(error):
         if isinstance(link, SyntaxError) and link.filename is not None:
             return SourceLocation(Path(link.filename), link.lineno)
+        # Innermost first, but only files of the job: the author cannot change a library where the exception was raised.
         for frame in reversed(traceback.extract_tb(link.__traceback__)):
             if Path(frame.filename).resolve().parent == module.resolve().parent:
                 return SourceLocation(Path(frame.filename), frame.lineno)
@@ -63,13 +65,14 @@ def of_error(error: BaseException, module: Path) -> SourceLocation:
 
 
 def of_code(function: Any, module: Path) -> SourceLocation:
-    """The first line of a function or method; of anything else, the module."""
+    """The first line of a function or method; for anything else, the module."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return SourceLocation(module) if code is None else SourceLocation(Path(code.co_filename), code.co_firstlineno)
 
 
 def of_definition(module: Path, name: str) -> SourceLocation:
-    """The line that defines a name at the top of a module."""
+    """The line that defines a name at the top level of a module."""
+    # By parsing: a tool is an object, which does not know where it was defined.
     try:
         body = ast.parse(module.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -83,7 +86,8 @@ def of_definition(module: Path, name: str) -> SourceLocation:
 
 
 def of_yield(tasks: Any, otherwise: SourceLocation) -> SourceLocation:
-    """The line at which a generator waits after it has yielded a task; of any other iterator, the line of its maker."""
+    """The line at which a generator has yielded a task; for any other iterator, `otherwise`."""
+    # The suspended frame stands at its yield. Through `yield from`, the innermost generator made the task.
     while isinstance(getattr(tasks, "gi_yieldfrom", None), GeneratorType):
         tasks = tasks.gi_yieldfrom
     frame = getattr(tasks, "gi_frame", None)
@@ -91,7 +95,7 @@ def of_yield(tasks: Any, otherwise: SourceLocation) -> SourceLocation:
 
 
 def _settings(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Every line that opens a section or sets a key, with its whole path."""
+    """Every line that opens a section or sets a key, with its whole dotted path."""
     section: list[str] = []
     for number, line in enumerate(file.read_text(errors="replace").splitlines(), start=1):
         if (table := _TABLE.match(line)) is not None:
@@ -106,7 +110,7 @@ def _parts(dotted: str) -> list[str]:
 
 
 def _common(path: list[str], wanted: list[str]) -> int:
-    """How many parts agree from the beginning."""
+    """The number of leading parts that agree."""
     for depth, (part, asked) in enumerate(zip(path, wanted, strict=False)):
         if asked not in (part, _ANY):
             return depth
@@ -114,6 +118,7 @@ def _common(path: list[str], wanted: list[str]) -> int:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that led to it. Ours often wrap the one that names a line of the job."""
     link: BaseException | None = error
     while link is not None:
         yield link

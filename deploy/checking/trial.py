@@ -1,6 +1,6 @@
-"""Tries a job on a few of its tasks, with the parts that a run has: its tokenizer, sandboxes, tools, teacher, agents, scorers.
+"""Plays a few tasks of a job with the parts of a run: tokenizer, sandboxes, tools, teacher, agents, scorers.
 
-What a browser, an MCP server, a model behind a server or a tool outside the sandbox does is tried by a thorough check only.
+Only a thorough check uses browsers, MCP servers, model servers and other tools outside the sandbox.
 """
 
 import asyncio
@@ -16,28 +16,28 @@ from typing import Any
 
 import msgspec
 
-from deploy.checking import places
-from deploy.checking.places import SourceLocation
-from deploy.checking.report import CheckReport, described, within
-from deploy.config import Config
-from producers.attempt import without_world
-from producers.chat import CHAT_FILES, Chat, chat_of
-from producers.policy import Demonstrator, Policy, PolicyFailed, Turn, TurnRequest, served_models
-from producers.rollouts import backend_of, system_prompt_of
-from producers.tasks import DEMONSTRATIONS, DEMONSTRATOR
-from producers.topology import AgentCatalog
-from producers.turns import hash_of_tools, play
-from sandboxes.backends.enclosed import EnclosedBackend
-from sandboxes.outside.contract import OutsideFailed, OutsideTool
-from sandboxes.outside.providers import FAMILIES, MCP_PREFIX, Outside
-from sandboxes.pool import Pool
-from sandboxes.protocol import Backend, SandboxFailed, SandboxUnavailable
-from sandboxes.tools.registry import toolset
-from sandboxes.tools.tool import Tool
-from sandboxes.workbench import Workbench
-from sandboxes.worlds.world import set_up_world, world_from_json
-from schemas.errors import BadInput
-from schemas.events import (
+from replayground.deploy.checking import places
+from replayground.deploy.checking.places import SourceLocation
+from replayground.deploy.checking.report import CheckReport, described, within
+from replayground.deploy.config import Config
+from replayground.producers.attempt import without_world
+from replayground.producers.chat import CHAT_FILES, Chat, chat_of
+from replayground.producers.policy import Demonstrator, Policy, PolicyFailed, Turn, TurnRequest, served_models
+from replayground.producers.rollouts import backend_of, system_prompt_of
+from replayground.producers.tasks import DEMONSTRATIONS, DEMONSTRATOR
+from replayground.producers.topology import AgentCatalog
+from replayground.producers.turns import hash_of_tools, play
+from replayground.sandboxes.backends.enclosed import EnclosedBackend
+from replayground.sandboxes.outside.contract import OutsideFailed, OutsideTool
+from replayground.sandboxes.outside.providers import FAMILIES, MCP_PREFIX, Outside
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.protocol import Backend, SandboxFailed, SandboxUnavailable
+from replayground.sandboxes.tools.registry import toolset
+from replayground.sandboxes.tools.tool import Tool
+from replayground.sandboxes.workbench import Workbench
+from replayground.sandboxes.worlds.world import set_up_world, world_from_json
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import (
     Address,
     Event,
     Meta,
@@ -49,25 +49,26 @@ from schemas.events import (
     TrajectoryAssembled,
     VersionSpan,
 )
-from schemas.ids import new_id, now_microseconds
-from schemas.job import Job, Scorer
-from streams.hops.messages_to_trajectories import AssembleTrajectories
-from streams.rules.scoring import checked, scorers_by_name
-from trainer.tokenizer import fit_tokenizer
+from replayground.schemas.ids import new_id, now_microseconds
+from replayground.schemas.job import Job, Scorer
+from replayground.streams.hops.messages_to_trajectories import AssembleTrajectories
+from replayground.streams.rules.scoring import checked, scorers_by_name
+from replayground.trainer.tokenizer import fit_tokenizer
 
+# Several, since a teacher may draw at random what it does.
 _DEMONSTRATIONS = 8
 _DEMONSTRATIONS_QUICK = 4
 _TEACHING_SECONDS_QUICK = 0.5
 _TEXTS_QUICK = 500
 _ROLLOUT_SECONDS_MAX = 30.0
 _MODEL_SECONDS_MAX = 10.0
-"how long a check waits for a model behind a server"
+"how long a check waits for the answer of a model server"
 _WRONG_ANSWER = "(a wrong answer, made up by the check)"
 
 
 @dataclass
 class Drawn:
-    """A task of the job, and where it was made."""
+    """A task of the job, and the line that made it."""
 
     task: Task
     place: SourceLocation
@@ -75,12 +76,12 @@ class Drawn:
     session: str
     number: int
     is_playable: bool = True
-    "false when a mistake in it was told already"
+    "False when a mistake in it was reported already"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tried."""
+    """The job under test, loaded."""
 
     source: Path
     config: Config
@@ -94,7 +95,7 @@ class Subject:
 
 @dataclass
 class _Played:
-    """A rollout that was tried."""
+    """A rollout that was played by the check."""
 
     drawn: Drawn
     ended: RolloutEnded
@@ -103,19 +104,20 @@ class _Played:
 
 
 def try_job(subject: Subject, report: CheckReport, *, thorough: bool) -> None:
-    """Takes every mistake into the report."""
+    """Plays tasks of the job and adds every mistake to the report. Blocks for seconds."""
     chat = _chat(subject, report, thorough)
     if chat is not None:
         asyncio.run(_Trial(subject, report, thorough, chat).run())
 
 
 def _chat(subject: Subject, report: CheckReport, thorough: bool) -> Chat | None:
-    """The chat format of the run's model."""
+    """The chat format of the run's model; None when it cannot be made."""
     config, job = subject.config, subject.job
     folder = config.trainer.model.path
     with report.step("tokenizer") as step:
         try:
-            if folder is not None and (Path(folder) / "tokenizer.json").is_file():  # else it was told already
+            # A model folder without a tokenizer was reported by the check of the config.
+            if folder is not None and (Path(folder) / "tokenizer.json").is_file():
                 step.name = f"tokenizer of {folder}"
                 found = [Path(folder) / name for name in CHAT_FILES]
                 return chat_of({path.name: path.read_bytes() for path in found if path.is_file()})
@@ -133,6 +135,7 @@ def _chat(subject: Subject, report: CheckReport, thorough: bool) -> Chat | None:
 
 
 def _with_fewer_texts(subject: Subject) -> Job:
+    """The job with few texts for the tokenizer: fitting it to all of them takes too long for a quick check."""
     texts = subject.job.texts
     prompts = [drawn.task.prompt for drawn in subject.drawn]
 
@@ -143,7 +146,7 @@ def _with_fewer_texts(subject: Subject) -> Job:
 
 
 class _Answers:
-    """Speaks for whoever has a turn: always the same text, sampled by weights that do not exist."""
+    """A policy that always answers with the same text, as if sampled by version 1."""
 
     def __init__(self, chat: Chat, text: str) -> None:
         self._tokens = chat.turn(text)
@@ -155,7 +158,7 @@ class _Answers:
 
 @dataclass
 class _Teacher:
-    """The job's demonstrate, whose exceptions are kept: a rollout would only tell their text."""
+    """Wraps the job's `demonstrate` and keeps its exceptions: a rollout passes on only their text, not their line."""
 
     demonstrate: Callable[[Task, list[tuple[str, str]], int], str]
     errors: list[BaseException] = field(default_factory=list)
@@ -164,6 +167,7 @@ class _Teacher:
         try:
             with within():
                 said = self.demonstrate(task, turns, seed)
+            # Such as a function that ends without `return`: encoding None would fail far from its cause.
             if not isinstance(said, str):
                 raise TypeError(f"it returned {type(said).__name__}, not the text of a turn")
             return said
@@ -185,10 +189,11 @@ class _Trial:
 
     async def run(self) -> None:
         backend = backend_of(self.subject.job, self.subject.config.rollouts)
+        # One sandbox at a time: a check plays its rollouts one after another.
         try:
             async with Pool(backend, 1, warm=0) as self.pool, contextlib.AsyncExitStack() as stack:
                 if self.subject.agent_catalog is None or not self._drawn():
-                    self.report.note("not tried, because of the above: sandbox, teacher, agents, tools")
+                    self.report.note("not tried because of the mistakes above: sandbox, teacher, agents, tools")
                 elif await self._opens_sandbox(backend):
                     await self._open_models(stack, self.subject.agent_catalog)
                     await self._open_outside(stack)
@@ -196,15 +201,17 @@ class _Trial:
                     await self._try_agents(self.subject.agent_catalog)
                     if self.thorough:
                         await self._try_tools()
+                # Needs no sandbox, so it is tried even if nothing else could be.
                 await self._try_scorers()
         finally:
             if isinstance(backend, EnclosedBackend):
                 backend.close()
 
-    # what a rollout needs
+    # What a rollout needs.
 
     async def _opens_sandbox(self, backend: Backend) -> bool:
-        """Opens a sandbox that knows the job's tools, and puts worlds of tasks into it."""
+        """Opens a sandbox and sets up the worlds of tasks in it; False when no sandbox can be opened."""
+        # Mistakes of isolation belong to the config, mistakes of a world to the line of its task.
         place = places.of_setting(self.subject.source, "rollouts.isolation")
         with self.report.step(f"sandbox by {backend.isolation}") as step:
             worlds = 0
@@ -214,10 +221,10 @@ class _Trial:
                     async with self.pool.lease(owner="check", seconds=_ROLLOUT_SECONDS_MAX) as sandbox:
                         result = await sandbox.call(set_up_world.name, parts, "world") if parts else None
                 except SandboxUnavailable as error:
-                    self.report.mistake(place, f"{error}; `replayground doctor` says all that is missing")
+                    self.report.mistake(place, f"{error}; `replayground doctor` lists what is missing")
                     return False
                 except SandboxFailed as error:
-                    self.report.mistake(place, f"no sandbox could be opened: {error}; ask `replayground doctor`")
+                    self.report.mistake(place, f"no sandbox could be opened: {error}; run `replayground doctor`")
                     return False
                 worlds += 1
                 if result is not None and result.is_error:
@@ -226,7 +233,8 @@ class _Trial:
         return True
 
     async def _open_models(self, stack: contextlib.AsyncExitStack, agent_catalog: AgentCatalog) -> None:
-        """Models other than the policy: behind their servers, or, by a quick check, replaced by who knows the answer."""
+        """Opens the clients of models other than the policy; a quick check replaces them by a fixed answer."""
+        # A server that does not answer should fail the check within seconds, whatever patience a run has.
         brief = {
             name: msgspec.structs.replace(
                 model, timeout_seconds=min(model.timeout_seconds, _MODEL_SECONDS_MAX), patience_seconds=0.0
@@ -241,12 +249,12 @@ class _Trial:
         if not self.thorough:
             if agent_catalog.models:
                 self.report.note(
-                    f"not asked: the servers of {', '.join(agent_catalog.models)}; `replayground check` asks them"
+                    f"not tried: the servers of {', '.join(agent_catalog.models)}; `replayground check` tries them"
                 )
             self.models = {name: _Answers(self.chat, _answer_text(_WRONG_ANSWER)) for name in agent_catalog.models}
 
     async def _open_outside(self, stack: contextlib.AsyncExitStack) -> None:
-        """Tools outside the sandbox, if a task has any."""
+        """Starts the tools outside the sandbox that tasks name; a quick check only names them."""
         names = sorted({name for drawn in self._drawn() for name in self._tools_outside(drawn.task)})
         if not names:
             return
@@ -264,7 +272,7 @@ class _Trial:
         return [drawn for drawn in self.subject.drawn if drawn.is_playable]
 
     def _playable(self) -> list[Drawn]:
-        """The first task of each session, and of each agent that is named."""
+        """The first task of each pair of session and agent."""
         seen: set[tuple[str, str]] = set()
         chosen: list[Drawn] = []
         for drawn in self._drawn():
@@ -279,7 +287,7 @@ class _Trial:
         return [name for name in names if name in FAMILIES or name in own or name.startswith(MCP_PREFIX)]
 
     def _tools(self, drawn: Drawn, agent_catalog: AgentCatalog) -> dict[str, Tool] | None:
-        """The tools of a task; None when some cannot be tried now."""
+        """The tools of a task; None when one of them cannot be used in this check."""
         if self.outside is None and self._tools_outside(drawn.task):
             return None
         outside = self.outside.tools if self.outside is not None else ()
@@ -289,7 +297,7 @@ class _Trial:
             self.report.mistake(drawn.place, str(error))
             return None
 
-    # what is tried
+    # What is tried.
 
     async def _try_teacher(self, agent_catalog: AgentCatalog) -> None:
         config, demonstrate = self.subject.config, self.subject.job.demonstrate
@@ -297,7 +305,7 @@ class _Trial:
         if config.job.demonstrations == 0 or not tasks:
             return
         if demonstrate is None and not any(agent.teacher for agent in agent_catalog.agents.values()):
-            return  # told already
+            return  # the check of the job has reported it
         teacher = _Teacher(demonstrate or _nobody)
         with self.report.step("teacher") as step:
             played = await self._demonstrations(tasks, teacher, agent_catalog)
@@ -309,12 +317,13 @@ class _Trial:
     async def _demonstrations(
         self, tasks: list[Drawn], teacher: _Teacher, agent_catalog: AgentCatalog
     ) -> list[_Played]:
-        """Several, since a teacher may well draw what it does; fewer when they are slow and the check is quick."""
+        """Plays demonstrations of the first tasks; a quick check stops after half a second."""
         count, began = _DEMONSTRATIONS if self.thorough else _DEMONSTRATIONS_QUICK, time.monotonic()
         played: list[_Played] = []
         for number, drawn in enumerate(tasks[:count]):
             tools = self._tools(drawn, agent_catalog)
             if tools is not None:
+                # As the feeder submits it: a job without agents demonstrates under the name of the demonstrator.
                 agent = drawn.task.agent if agent_catalog.plays(drawn.task.agent) else DEMONSTRATOR
                 task = msgspec.structs.replace(drawn.task, agent=agent)
                 policy = Demonstrator(teacher, self.chat)
@@ -329,8 +338,9 @@ class _Trial:
         at = places.of_code(job.demonstrate, module)
         for error in teacher.errors:
             place = places.of_error(error, module)
-            text = f"demonstrate raises {described(error)}; for (task, turns, seed) it must return the text of the next turn"
+            text = f"demonstrate raises {described(error)}; it must return the text of the next turn"
             self.report.mistake(place if place.line is not None else at, text, kind=type(error).__name__)
+        # An exception of the teacher ends its rollout as infra_error; it was reported above, with its line.
         for one in played:
             if one.ended.ended_by == "infra_error" and not teacher.errors:
                 self.report.mistake(at, f"a demonstration fails: {one.ended.reason}")
@@ -339,24 +349,25 @@ class _Trial:
             self.report.warn(at, f"none of {len(played)} demonstrations ends with <answer>…</answer>: {ends}")
 
     def _judge_tools(self, played: list[_Played]) -> None:
-        """An exception inside one of the job's tools. What the weather of a world did to a call is no mistake."""
+        """Reports tools of the job that raise. Calls that a perturbation of the world has failed do not count."""
         for tool in (tool for tool in self.subject.job.tools if tool.source):
             observed = [o for one in played for o in one.observed if o.tool == tool.name and o.perturbation is None]
             failed = [o for o in observed if o.error_kind == "tool"]
             if failed:
                 place = places.of_definition(self.subject.module, tool.name)
                 text = f"the tool {tool.name} fails when the teacher calls it: {failed[0].content}"
-                remedy = "mend it; what an agent does wrong is told by ToolError"
+                remedy = "fix it; for a mistake of the agent, raise ToolError"
+                # A tool that fails sometimes may be meant; one that always fails is a mistake.
                 tell = self.report.mistake if len(failed) == len(observed) else self.report.warn
                 tell(place, f"{text}; {remedy}")
 
     async def _try_agents(self, agent_catalog: AgentCatalog) -> None:
-        """Everybody answers at once: prompts, templates, tools and topologies are put together as in a run."""
+        """Plays tasks in which every agent answers at once: this renders prompts, tools and topologies as in a run."""
         found = [
             (drawn, tools) for drawn in self._playable() if (tools := self._tools(drawn, agent_catalog)) is not None
         ]
         if not found:
-            return  # told by what is outside the sandbox
+            return  # _open_outside or _tools has said why
         with self.report.step(f"task played by {', '.join(sorted({drawn.task.agent for drawn, _ in found}))}"):
             for drawn, tools in found:
                 policy = _Answers(self.chat, _answer_text(drawn.task.reference or _WRONG_ANSWER))
@@ -367,7 +378,7 @@ class _Trial:
                     self.report.warn(drawn.place, f"{one.ended.reason}: raise [feeder.sampling] tokens_max")
 
     async def _try_tools(self) -> None:
-        """Tools of the job that no demonstration called, with the plainest arguments that their schema allows."""
+        """Calls the tools of the job that no demonstration called, with the simplest arguments of their schema."""
         called = {observed.tool for one in self.played for observed in one.observed}
         rest = [tool for tool in self.subject.job.tools if tool.source and tool.name not in called]
         for tool in rest:
@@ -375,14 +386,14 @@ class _Trial:
             with self.report.step(f"tool {tool.name} with {msgspec.json.encode(arguments).decode()}"):
                 async with Workbench(self.pool, {tool.name: tool}, seed=0, owner="check") as bench:
                     observation = await bench.call(tool.name, arguments)
+                # Only a warning: the tool may rightly reject arguments that were made up.
                 if observation.error_kind == "tool":
                     place = places.of_definition(self.subject.module, tool.name)
                     text = f"the tool {tool.name} fails with {arguments}: {observation.content}"
-                    self.report.warn(place, f"{text}; what an agent does wrong is told by ToolError")
+                    self.report.warn(place, f"{text}; for a mistake of the agent, raise ToolError")
 
     async def _try_scorers(self) -> None:
-        """Every scorer that a task names, on an attempt that is right, one that is wrong, one without an answer, and what
-        the teacher did."""
+        """Runs every scorer that a task names on a right answer, a wrong one, none, and on the demonstrations."""
         known = scorers_by_name(self.subject.job.scorers)
         tasks = [drawn for drawn in self.subject.drawn if _is_scored_as_played(drawn)]
         attempts = [attempt for drawn in _one_of_each(tasks) for attempt in await self._attempts_at(drawn)]
@@ -402,6 +413,7 @@ class _Trial:
             try:
                 with within():
                     score = checked(scorer.score(trajectory))
+            # In a run, an exception of a scorer excludes the trajectory; here the author should see it.
             except (Exception, SystemExit) as error:
                 place = places.of_error(error, module)
                 text = f"scorer {scorer.name} fails on an attempt {answer}: {described(error)}"
@@ -415,12 +427,13 @@ class _Trial:
                 is_scored = True
             else:
                 excluded[score.excluded_because] = drawn
+        # Excluding some attempts is a scorer's right; excluding all of them leaves nothing to train on.
         for reason, drawn in excluded.items() if not is_scored else ():
             text = f"scorer {scorer.name} excludes every attempt that was tried: {reason}"
             self.report.mistake(drawn.place, f"{text}; {_remedy_of_exclusion(drawn.task)}")
 
     async def _attempts_at(self, drawn: Drawn) -> list[tuple[Drawn, TrajectoryAssembled]]:
-        """Attempts by nobody, which need no sandbox and no tool."""
+        """Trajectories with a right answer, a wrong one and none, made without a sandbox or tools."""
         plain = msgspec.structs.replace(drawn.task, toolset=[], world='{"name":"empty"}')
         texts = [_answer_text(drawn.task.reference or ""), _answer_text(_WRONG_ANSWER), "neither a call nor an answer"]
         played = [
@@ -428,6 +441,7 @@ class _Trial:
             for text in texts
         ]
         return [
+            # The scorer gets the task as in a run, where a long world is replaced by its hash.
             (drawn, msgspec.structs.replace(one.trajectory, task=without_world(drawn.task)))
             for one in played
             if one.trajectory is not None
@@ -463,7 +477,7 @@ class _Trial:
 
 
 def sample_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The plainest arguments that a JSON schema of a tool asks for: those that are required."""
+    """The simplest arguments that satisfy the JSON schema of a tool: only the required ones."""
     properties = parameters.get("properties", {})
     return {name: _sample(properties.get(name, {})) for name in parameters.get("required", ())}
 
@@ -504,7 +518,8 @@ def _request(task: Task, config: Config, purpose: Purpose, seed: int) -> Rollout
 
 
 def _assembled(events: Sequence[Event]) -> TrajectoryAssembled | None:
-    """The trajectory of an attempt, by the hop that assembles those of a run."""
+    """The trajectory of an attempt; None when its events do not make one."""
+    # By the same hop as in a run, so that a scorer sees the same trajectory.
     hop, state = AssembleTrajectories(), None
     for offset, event in enumerate(events):
         outcome = hop.step(state, event, Address(topic="messages", partition=0, offset=offset))
@@ -521,7 +536,7 @@ def _calls(played: list[_Played]) -> str:
 
 
 def _one_of_each(tasks: list[Drawn]) -> list[Drawn]:
-    """One task for each set of scorers and split, and for those with and without a reference."""
+    """One task for each combination of split, set of scorers, and with or without a reference."""
     chosen: dict[tuple[Any, ...], Drawn] = {}
     for drawn in tasks:
         chosen.setdefault((drawn.split, drawn.task.reference is None, *drawn.task.scorers), drawn)
@@ -529,12 +544,12 @@ def _one_of_each(tasks: list[Drawn]) -> list[Drawn]:
 
 
 def _is_scored_as_played(drawn: Drawn) -> bool:
-    """Values that are wrong in kind would make scorers fail for what was told already."""
+    """False for a task with values of a wrong type: that was reported, and scorers would fail because of it."""
     return isinstance(drawn.task.prompt, str) and isinstance(drawn.task.reference, str | None)
 
 
 def _remedy_of_exclusion(task: Task) -> str:
-    return "give its tasks a reference, or name another scorer" if task.reference is None else "look at the scorer"
+    return "give its tasks a reference, or name another scorer" if task.reference is None else "check the scorer"
 
 
 def _part(task: Task, name: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Writes docs/reference and docs/topics.md from source: `python -m deploy.documentation`."""
+"""Generates docs/reference and docs/topics.md from source: `python -m replayground.deploy.documentation`."""
 
 from pathlib import Path
 
-from deploy.documentation.reference import pages
-from schemas.programs import topics_page
+from replayground.deploy.documentation.reference import pages
+from replayground.schemas.programs import topics_page
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -1,8 +1,7 @@
-"""What MkDocs is told beyond mkdocs.yml: the site has the layout of the repository, so nothing is copied or rewritten.
+"""Hooks of MkDocs: the site has the layout of the repository, so pages and links need not be copied or rewritten.
 
-on_files            pages of docs/ keep their path, pages elsewhere that the navigation names join them, and so does every
-                    source file that a page links to
-on_page_markdown    a link to a folder, which a static site cannot show, becomes a link to its README.md, or plain text
+on_files            adds pages outside of docs/ that the navigation names, and every source file that a page links to
+on_page_markdown    turns a link to a folder, which a static site cannot show, into a link to its README.md or text
 """
 
 import posixpath
@@ -20,12 +19,14 @@ _LINK = re.compile(r"(!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Takes the files of docs/ to their paths in the repository and adds what lies outside of docs/."""
+    """Gives files of docs/ their paths in the repository and adds files from outside of docs/."""
+    # MkDocs names files relative to docs/; links such as ../deploy/runbook.md need the path from the root.
     for file in [file for file in files if file.src_dir == config.docs_dir]:
         files.remove(file)
         _add(files, config, f"docs/{file.src_uri}")
     for path in _named(config.nav):
         _add(files, config, path)
+    # Pages are added by the navigation alone: a page that is only linked would be built without a place in it.
     for page in list(files.documentation_pages()):
         for path in _linked(page.src_uri, page.content_string):
             if not path.endswith(".md"):
@@ -34,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Resolves links to folders."""
+    """Replaces links to folders."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def resolve(link: re.Match[str]) -> str:

@@ -1,78 +1,87 @@
-"""Takes the pictures of the README from a run that is going on.
+"""Makes the pictures of the documentation from a run that is going on, and follows it until it ends.
 
     replayground run --detach
-    python -m deploy.documentation.pictures            # docs/pictures/page.png and docs/pictures/run.svg
+    python -m replayground.deploy.documentation.pictures      # docs/pictures/page.png and docs/pictures/run.svg
 
-Both show what a person sees at that moment: the web page in Chromium, and the panel that `replayground run` draws.
+page.png shows the web page in Chromium, taken again and again while the run goes on; the last one stays. run.svg plays what
+`replayground run` shows in a terminal (recording.py). Ctrl-C ends both earlier, with what was seen so far.
 """
 
-import io
 import os
-import re
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from playwright.sync_api import sync_playwright
-from rich._export_format import CONSOLE_SVG_FORMAT
-from rich.console import Console
+from rich.console import RenderableType
 
-from deploy.field import running_field
-from deploy.live import panel
-from deploy.local.folder import RunFolder
-from deploy.options import FIELD, Field
-from deploy.run_lifecycle import attach_run
-from deploy.traces_client import TracesClient
-from schemas.errors import BadInput
+from replayground.deploy.documentation.recording import recording_of
+from replayground.deploy.field import running_field
+from replayground.deploy.live import panel
+from replayground.deploy.local.folder import RunFolder
+from replayground.deploy.options import FIELD, Field
+from replayground.deploy.run_lifecycle import attach_run
+from replayground.deploy.traces_client import TracesClient
+from replayground.schemas.errors import BadInput
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 CHROMIUM = "/usr/bin/chromium"
-_SIZE = (1280, 900)
-_COLUMNS = 100
+_SIZE = {"width": 1280, "height": 900}
 _LOOK_MILLISECONDS_MAX = 30_000
-# Rich names fonts on another host; without them a reader's own monospaced font is used
-_WITHOUT_WEB_FONTS = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+_LOOKS_BETWEEN_PHOTOGRAPHS = 10
 
 
 def take(
     field: Field = FIELD,
     folder: Annotated[Path, typer.Option(help="Where the pictures are written.")] = PICTURES,
+    every_seconds: Annotated[float, typer.Option(help="Seconds between two looks at the run.", min=0.5)] = 4.0,
 ) -> None:
-    """Take both pictures of the newest run that is active on this field."""
+    """Follow the run that was started last on this field, and write both pictures."""
     field_folder, resolved = running_field(field)
-    running = field_folder.running()
-    if not running:
+    run = field_folder.latest_run()
+    if run.path not in [active.path for active in field_folder.running()]:
         raise BadInput("no run is active here: start one with `replayground run --detach`")
     folder.mkdir(parents=True, exist_ok=True)
-    save_terminal(running[-1], resolved.page_url, folder / "run.svg")
-    save_page(f"{resolved.page_url}/?run={running[-1].run_id}", folder / "page.png")
+    looks: list[RenderableType] = []
+    with sync_playwright() as playwright:
+        # Chromium refuses to use its sandbox as root.
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        page = browser.new_page(viewport=_SIZE)  # type: ignore[arg-type]
+        page.goto(f"{resolved.page_url}/?run={run.run_id}")
+        try:
+            for look in _looks(run, resolved.page_url, every_seconds):
+                looks.append(look)
+                if len(looks) % _LOOKS_BETWEEN_PHOTOGRAPHS == 0:
+                    _photograph(page, folder / "page.png")
+        except KeyboardInterrupt:
+            print("stopped; what was seen so far is written", file=sys.stderr)
+        _photograph(page, folder / "page.png")
+        browser.close()
+    if not looks:
+        raise BadInput(f"the page does not know {run.run_id} yet: try again in a moment")
+    (folder / "run.svg").write_text(recording_of(looks))
     print(f"{folder / 'run.svg'}\n{folder / 'page.png'}")
 
 
-def save_terminal(run: RunFolder, page_url: str, path: Path) -> None:
-    """The panel of a run that is active, as an SVG. Raises BadInput while the page does not know the run."""
-    overview = TracesClient(page_url, run.run_id).overview()
-    if overview is None:
-        raise BadInput(f"the page does not know {run.run_id} yet: try again in a moment")
-    console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(panel(run.run_id, page_url, overview, attach_run(run).states(), {}))
-    console.save_svg(str(path), title="replayground run", code_format=_WITHOUT_WEB_FONTS)
+def _looks(run: RunFolder, page_url: str, every_seconds: float) -> Iterator[RenderableType]:
+    """The panel of the run, again and again, until its supervisor is gone."""
+    client = TracesClient(page_url, run.run_id)
+    while states := attach_run(run).states():
+        overview = client.overview()
+        if overview is not None:
+            yield panel(run.run_id, page_url, overview, states, {})
+        time.sleep(every_seconds)
 
 
-def save_page(url: str, path: Path) -> None:
-    """A screenshot of the page once its curves are drawn."""
-    with sync_playwright() as playwright:
-        # Chromium refuses its own sandbox to root
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        width, height = _SIZE
-        shown = browser.new_page(viewport={"width": width, "height": height})
-        shown.goto(url)
-        shown.locator("canvas").first.wait_for(timeout=_LOOK_MILLISECONDS_MAX)
-        shown.wait_for_timeout(3000)  # charts are drawn with an animation
-        shown.screenshot(path=str(path))
-        browser.close()
+def _photograph(page: Any, path: Path) -> None:
+    page.locator("canvas").first.wait_for(timeout=_LOOK_MILLISECONDS_MAX)
+    # Charts are drawn with an animation.
+    page.wait_for_timeout(3000)
+    page.screenshot(path=str(path))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The reference, generated from source: events, config, command line, metrics. `python -m deploy.documentation` writes it.
+"""The reference, generated from source: events, config, command line, metrics.
 
-Nothing here is written by hand but headings: sentences are those under the fields, docstrings and help texts. Topics have a page
-of their own (schemas.programs).
+`python -m replayground.deploy.documentation` writes it.
+
+Only headings are written by hand: the sentences are those under the fields, docstrings and help texts. Topics have a
+page of their own (schemas.programs).
 """
 
 import inspect
@@ -15,16 +17,18 @@ import msgspec
 import typer
 from msgspec import Struct
 
-from deploy.cli import app
-from deploy.config import FIELD_SECTIONS, Config
-from schemas.events import EVENTS, Event, Value
-from schemas.generate import file_of
-from schemas.metrics import FIGURES
-from schemas.programs import ACCESS, readers_of
-from schemas.sentences import sentences
-from schemas.topics import TOPIC_BY_EVENT
+from replayground.deploy.cli import app
+from replayground.deploy.config import FIELD_SECTIONS, Config
+from replayground.deploy.documentation.api_reference import python_api
+from replayground.deploy.documentation.markdown import table
+from replayground.schemas.events import EVENTS, Event, Value
+from replayground.schemas.generate import file_of
+from replayground.schemas.metrics import FIGURES
+from replayground.schemas.programs import ACCESS, readers_of
+from replayground.schemas.sentences import sentences
+from replayground.schemas.topics import TOPIC_BY_EVENT
 
-COMMAND = "python -m deploy.documentation"
+COMMAND = "python -m replayground.deploy.documentation"
 _MISSING = msgspec.NODEFAULT
 _WORDS: dict[Any, str] = {
     str: "string",
@@ -39,7 +43,13 @@ _WORDS: dict[Any, str] = {
 
 def pages() -> dict[str, str]:
     """File name in docs/reference -> its whole text."""
-    return {"events.md": events(), "config.md": config(), "cli.md": command_line(), "metrics.md": metrics()}
+    return {
+        "events.md": events(),
+        "config.md": config(),
+        "cli.md": command_line(),
+        "metrics.md": metrics(),
+        "python.md": python_api(),
+    }
 
 
 def events() -> str:
@@ -49,7 +59,7 @@ def events() -> str:
         "One fact is one record, one `.avsc` in `schemas/avro` and one frozen class. Every event starts with the same `meta`.",
         "Topics with their partitions and retention, and programs with their rights: [topics](../topics.md).",
         "",
-        *_table(("", "event", "topic"), [_event_row(event) for event in EVENTS]),
+        *table(("", "event", "topic"), [_event_row(event) for event in EVENTS]),
     ]
     for event in EVENTS:
         lines += _event_section(event)
@@ -62,7 +72,7 @@ def config() -> str:
     """Every section of a config file with its fields."""
     lines = [
         *_head("Config", "the settings classes of the programs"),
-        "A config is a TOML file with one section a program. Every field has a default, so any of them, and any section, may be",
+        "A config is a TOML file with one section per program. Every field has a default, so a field or section may be",
         "left out; a field that does not exist is refused. Paths are relative to the file.",
         f"{', '.join(f'`[{name}]`' for name in FIELD_SECTIONS)} describe the field, all others a run.",
         "",
@@ -79,7 +89,7 @@ def command_line() -> str:
     """Every command with its arguments, options and examples."""
     lines = [
         *_head("Command line", "deploy/cli.py"),
-        "Exit codes: 0 done, 1 a part failed or a comparison differs, 2 wrong input. Each command also says this with `--help`.",
+        "Exit codes: 0 done, 1 a part failed or a comparison differs, 2 wrong input. `--help` shows the same texts.",
     ]
     for name, command in _commands():
         lines += _command_section(name, command)
@@ -97,16 +107,16 @@ def command_parameters() -> Iterator[tuple[str, Any]]:
 
 
 def metrics() -> str:
-    """Every figure that a program tells of itself."""
+    """Every metric of the programs."""
     rows = [(f"`replayground_{name}`", sentence) for name, sentence in FIGURES.items()]
     return _page(
         [
             *_head("Metrics", "schemas/metrics.py"),
             "Every program serves them as Prometheus gauges on `/metrics`, with the labels `program` and `worker`. The same",
             "figures are in its heartbeats (`WorkerSeen.load` on the topic `control`), so SQL has their history: view `workers`.",
-            "A program tells only the figures that concern it.",
+            "A program reports only the metrics that apply to it.",
             "",
-            *_table(("gauge", "meaning"), rows),
+            *table(("gauge", "meaning"), rows),
         ]
     )
 
@@ -142,9 +152,10 @@ def _event_section(event: type[Event]) -> list[str]:
 
 
 def _values_of(kinds: Sequence[type[Struct]]) -> list[type[Struct]]:
-    """The classes that events hold, Meta first, each once, in the order in which they are met."""
+    """The classes of nested fields, each once, in the order in which they occur; Meta comes first."""
     found: dict[type[Struct], None] = {}
 
+    # A dict keeps the order of insertion, and the test for membership ends the recursion.
     def meet(kind: type[Struct]) -> None:
         for annotation in get_type_hints(kind).values():
             for part in _structs_in(annotation):
@@ -165,10 +176,11 @@ def _structs_in(annotation: Any) -> Iterator[type[Value]]:
 
 
 def _sections(settings: type[Struct], path: str = "") -> Iterator[tuple[str, type[Struct]]]:
-    """Sections of a config with their dotted names, depth first."""
+    """The sections of a config with their dotted names, depth first."""
     for field in msgspec.structs.fields(settings):
         inner = _section_of(field.type)
         if inner is not None:
+            # A table of named entries, such as [rollouts.tools.mcp.clock], is documented once, as NAME.
             name = f"{path}{field.name}" + (".NAME" if get_origin(field.type) is dict else "")
             yield name, inner
             yield from _sections(inner, f"{name}.")
@@ -194,11 +206,11 @@ def _rows_of(struct: type[Struct], fields: Sequence[msgspec.structs.FieldInfo]) 
         return ["No fields of its own."]
     told = sentences(struct)
     rows = [(f"`{field.name}`", type_text(field.type), _default(field), told.get(field.name, "")) for field in fields]
-    return _table(("field", "type", "default", "meaning"), rows)
+    return table(("field", "type", "default", "meaning"), rows)
 
 
 def type_text(annotation: Any) -> str:
-    """A type in the words of a reader: `list of string`, `"a" or "b"`, `integer or null`."""
+    """A type as text: `list of string`, `"a" or "b"`, `integer or null`."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(inside[0]) + "".join(_bounds(bound) for bound in inside[1:])
@@ -210,7 +222,8 @@ def type_text(annotation: Any) -> str:
         return f"list of {type_text(inside[0])}"
     if origin is dict:
         return f"map of {type_text(inside[1])}"
-    if hasattr(annotation, "__value__"):  # a `type` alias
+    # A `type` alias keeps its target in __value__.
+    if hasattr(annotation, "__value__"):
         return type_text(annotation.__value__)
     if annotation in _WORDS:
         return _WORDS[annotation]
@@ -218,9 +231,8 @@ def type_text(annotation: Any) -> str:
 
 
 def _bounds(bound: msgspec.Meta) -> str:
-    least = f" ≥ {bound.ge}" if bound.ge is not None else ""
-    most = f" ≤ {bound.le}" if bound.le is not None else ""
-    return least + most
+    limits = ((">", bound.gt), ("≥", bound.ge), ("<", bound.lt), ("≤", bound.le))
+    return "".join(f" {sign} {limit}" for sign, limit in limits if limit is not None)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
@@ -237,21 +249,8 @@ def _text(documented: Any) -> str:
     return inspect.cleandoc(documented.__doc__ or "")
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [_row(columns), "|" + "---|" * len(columns), *(_row([_cell(text) for text in row]) for row in rows)]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _cell(text: str) -> str:
-    """One line without a bar, which would begin the next cell, and without a tag of HTML, which would vanish."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-
-
 def _commands() -> Iterator[tuple[str, Any]]:
-    """Every command that is shown, in the order of --help, with its whole name."""
+    """Every visible command with its whole name, in the order of --help."""
 
     def walk(group: Any, name: str) -> Iterator[tuple[str, Any]]:
         for inner in group.commands.values():
@@ -265,6 +264,7 @@ def _commands() -> Iterator[tuple[str, Any]]:
 
 
 def _command_section(name: str, command: Any) -> list[str]:
+    # Help texts end with a paragraph "Example:" or "Examples:", separated by "·": it becomes a code block.
     told, _, examples = inspect.cleandoc(command.help or "").partition("\n\nExample")
     _, _, examples = examples.partition(":")
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
@@ -275,7 +275,7 @@ def _command_section(name: str, command: Any) -> list[str]:
         lines += ["", "```sh", *(example.strip() for example in " ".join(examples.split()).split("·")), "```"]
     if command.params:
         rows = [_parameter_row(parameter) for parameter in (*arguments, *options)]
-        lines += ["", *_table(("", "type", "default", "meaning"), rows)]
+        lines += ["", *table(("", "type", "default", "meaning"), rows)]
     return lines
 
 
@@ -288,6 +288,7 @@ def _parameter_row(parameter: Any) -> tuple[str, str, str, str]:
     is_option = parameter.param_type_name == "option"
     names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
     kind = "flag" if is_option and parameter.is_flag else type_text(parameter.type_descriptor.annotation)
+    # A flag that is off by default needs no entry.
     default = None if parameter.default is False else parameter.default
     environment = f" Environment: `{parameter.envvar}`." if parameter.envvar else ""
     return (

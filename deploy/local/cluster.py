@@ -1,8 +1,8 @@
-"""A Kafka cluster of three nodes on this machine, secured as a cluster for several tenants is: for tests and torture.
+"""A Kafka cluster of three nodes on this machine, secured like a cluster for several tenants: for tests and torture.
 
-Clients come by SASL_SSL with SCRAM-SHA-512, nodes know each other by certificate, StandardAuthorizer refuses what no ACL
-allows, every topic has three copies of which two must be in sync. A node may be killed and started again at any time. The
-registry keeps its schemas on the cluster, by SASL_SSL too.
+Clients connect by SASL_SSL with SCRAM-SHA-512, nodes authenticate to each other by certificate, StandardAuthorizer
+refuses what no ACL allows, and every topic has three replicas of which two must be in sync. A node may be killed and
+started again at any time. The registry stores its schemas on the cluster, by SASL_SSL too.
 """
 
 import base64
@@ -25,18 +25,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from deploy.local import registry
-from deploy.local.java import java_command
-from deploy.local.kafka import LOGGING, class_path
-from deploy.local.ports import choose_ports
-from deploy.local.registry import SchemaRegistry
-from schemas.errors import ReplaygroundError
-from schemas.run import LogSettings, SecuritySettings
+from replayground.deploy.local import registry
+from replayground.deploy.local.java import java_command
+from replayground.deploy.local.kafka import LOGGING, class_path
+from replayground.deploy.local.ports import choose_ports
+from replayground.deploy.local.registry import SchemaRegistry
+from replayground.schemas.errors import ReplaygroundError
+from replayground.schemas.run import LogSettings, SecuritySettings
 
 NODES = (1, 2, 3)
 MECHANISM: Final = "SCRAM-SHA-512"
 ADMIN = "admin"
-"may do everything: makes topics and ACLs"
+"a super user: creates topics and ACLs"
 _REGISTRY = "registry"
 _NODE = "node"
 "common name of the nodes' certificate"
@@ -46,7 +46,7 @@ _JAAS = "org.apache.kafka.common.security.scram.ScramLoginModule required"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the nodes keep their logs and listen."""
+    """Folder and ports of the nodes and the registry."""
 
     folder: Path
     ports: dict[str, int]
@@ -73,7 +73,7 @@ class Cluster:
         return self.folder / f"node-{node}"
 
     def log_settings(self, user: str = "{program}", prefix: str = "") -> LogSettings:
-        """For clients that come as `user`; {program} is replaced by their name."""
+        """Settings for clients that log in as `user`; {program} stands for the name of the program."""
         security = SecuritySettings(
             protocol="sasl_ssl",
             ca_file=str(self.ca_file),
@@ -92,7 +92,8 @@ class Cluster:
 
 
 def make_cluster(folder: Path, users: Sequence[str]) -> Cluster:
-    """Certificates, passwords, settings and formatted storage for a cluster that these users may connect to."""
+    """Writes certificates, passwords and settings, and formats the storage, for a cluster with these users. Blocks for
+    seconds. Raises ReplaygroundError."""
     names = [f"{listener}-{node}" for node in NODES for listener in ("client", "internal", "controller")]
     cluster = Cluster(folder.absolute(), choose_ports(dict.fromkeys([*names, "registry", "management"], 0)))
     folder.mkdir(parents=True, exist_ok=True)
@@ -107,7 +108,7 @@ def make_cluster(folder: Path, users: Sequence[str]) -> Cluster:
 
 
 def command(cluster: Cluster) -> list[str]:
-    """Starts a node, in its folder."""
+    """The command that starts a node; run it in the folder of the node."""
     arguments = [*LOGGING, *class_path(), "kafka.Kafka", "kafka.properties"]
     return java_command("kafka", cluster.heap_mebibytes, arguments)
 
@@ -116,6 +117,7 @@ def node_properties(cluster: Cluster, node: int) -> str:
     ports = cluster.ports
     voters = ",".join(f"{number}@127.0.0.1:{ports[f'controller-{number}']}" for number in NODES)
     client, internal = f"127.0.0.1:{ports[f'client-{node}']}", f"127.0.0.1:{ports[f'internal-{node}']}"
+    # Three listeners: clients by password, nodes among themselves by certificate, and the Raft quorum.
     return _properties(
         {
             "process.roles": "broker,controller",
@@ -135,9 +137,11 @@ def node_properties(cluster: Cluster, node: int) -> str:
             "listener.name.internal.ssl.client.auth": "required",
             "listener.name.controller.ssl.client.auth": "required",
             "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            # ACLs are generated for our programs only, not for the registry (decision 0019).
             "super.users": f"User:CN={_NODE};User:{ADMIN};User:{_REGISTRY}",
             "log.dirs": "log",
             "auto.create.topics.enable": "false",
+            # Two in sync: one node may be down without loss and without stopping writes.
             "default.replication.factor": 3,
             "min.insync.replicas": 2,
             "offsets.topic.replication.factor": 3,
@@ -149,16 +153,18 @@ def node_properties(cluster: Cluster, node: int) -> str:
             "transaction.state.log.num.partitions": 4,
             "group.initial.rebalance.delay.ms": 0,
             "log.retention.ms": -1,
-            # a node that is killed is noticed within seconds; not sooner: the machine may be busy
+            # A killed node is detected within seconds. Not sooner, or a node on a busy machine would be fenced.
             "broker.heartbeat.interval.ms": 500,
             "broker.session.timeout.ms": 6000,
             "replica.lag.time.max.ms": 10000,
+            # A broker gives up and exits when it is not caught up by then; two busy cores took more than its one minute.
+            "initial.broker.registration.timeout.ms": 300_000,
         }
     )
 
 
 class RunningCluster:
-    """Nodes and registry as processes of this one; they die with it. Belongs to the main thread."""
+    """Nodes and registry as children of this process; they die with it. Use it from the main thread only."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -172,16 +178,23 @@ class RunningCluster:
         self._nodes[node] = _spawn(command(self.cluster), folder, folder / "kafka.out")
 
     def kill(self, node: int) -> None:
-        """kill -9."""
+        """Kills a node with SIGKILL and waits until it has ended."""
         self._nodes[node].kill()
         self._nodes[node].wait()
+
+    def start_fallen(self) -> None:
+        """Starts nodes that ended by themselves, as the supervisor of a real cluster does."""
+        for node, process in self._nodes.items():
+            if process.poll() is not None:
+                self.start(node)
 
     def start_registry(self) -> None:
         folder = self.cluster.folder
         self._registry = _spawn(registry.command(self.cluster.schema_registry), folder, folder / "registry.out")
 
     def registry_answers(self) -> bool:
-        """Starts it again when it has ended: it does so when a broker does not know yet of the topic that it has just made."""
+        """True when the registry answers. Starts it if it is not running."""
+        # Apicurio exits when a broker does not know the topic yet that it has just created.
         if self._registry is None or self._registry.poll() is not None:
             self.start_registry()
         try:
@@ -194,6 +207,7 @@ class RunningCluster:
             return False
 
     def close(self) -> None:
+        """Kills all processes; the data is thrown away with the test."""
         processes = [*self._nodes.values(), *([] if self._registry is None else [self._registry])]
         for process in processes:
             process.kill()
@@ -203,7 +217,7 @@ class RunningCluster:
 
 @contextmanager
 def running_cluster(folder: Path, users: Sequence[str]) -> Iterator[RunningCluster]:
-    """Started, not waited for; gone when the block ends."""
+    """Starts a cluster without waiting for it; kills it when the block ends."""
     running = RunningCluster(make_cluster(folder, users))
     try:
         yield running
@@ -212,16 +226,19 @@ def running_cluster(folder: Path, users: Sequence[str]) -> Iterator[RunningClust
 
 
 def _spawn(arguments: list[str], folder: Path, output: Path) -> "subprocess.Popen[bytes]":
+    # pdeathsig is sent when the thread that forked ends, hence the main thread only.
     wrapped = ["setpriv", "--pdeathsig", "KILL", "--", *arguments]
     with output.open("ab") as file:
         return subprocess.Popen(wrapped, cwd=folder, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
 
 def _format(cluster: Cluster, passwords: dict[str, str]) -> None:
-    """The users are part of the storage: their passwords must be known before the first of them can connect."""
+    """Formats the storage of every node, with the SCRAM credentials of the users. Raises ReplaygroundError."""
+    # Credentials can also be created by an admin client, but that one would have to log in first.
     cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
     users = [f"--add-scram={MECHANISM}=[name={name},password={password}]" for name, password in passwords.items()]
     arguments = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", "kafka.properties", *users]
+    # Side by side: each starts a Java machine.
     formatting = [
         subprocess.Popen(
             java_command("kafka", 128, [*class_path(), *arguments]),
@@ -264,7 +281,7 @@ def _registry_properties(cluster: Cluster, password: str) -> str:
 
 
 def _write_certificates(cluster: Cluster) -> None:
-    """An authority, and a certificate that all nodes share."""
+    """Writes a certificate authority and one certificate that all nodes share."""
     authority_key, node_key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     authority_name = _name("Replayground test authority")
     authority = _certificate(authority_name, authority_key, authority_name, authority_key, is_authority=True)
@@ -318,5 +335,6 @@ def _properties(settings: dict[str, object]) -> str:
 
 
 def _write_private(path: Path, text: str) -> None:
+    # Created with its final mode: a file that is made readable first could be opened before chmod.
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)

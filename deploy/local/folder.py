@@ -1,19 +1,19 @@
-"""The data of a field: one folder, and in it one folder for each run that was started or resumed on this machine.
+"""The data of a field: one folder, which contains a folder for each run that was started or resumed on this machine.
 
-field/version             layout of the folder; another layout is refused, never guessed
+field/version             layout of the folder; a folder with another layout is refused
      /field.json          config, addresses and ports of the newest start of the field (deploy.resolve)
-     /lock                held by the guard of the field's stack for as long as it runs
-     /log/ blobs/ traces/     Kafka, blobs, ClickHouse; unused where the config names addresses elsewhere
-     /logs/               what kafka, registry and traces printed
+     /lock                held by the guard of the field's stack while the stack runs
+     /log/ blobs/ traces/     Kafka, blobs, ClickHouse; unused where the config names servers elsewhere
+     /logs/               output of kafka, registry and traces
      /runs/latest         link to the run that was started or resumed here last
-     /runs/<run id>/      nothing in it is needed to resume the run: that works from the log
+     /runs/<run id>/      a cache: a run is resumed from the log, without any of these files
            version, lock, logs/
            run.json       config, addresses and ports of the newest start of the run here
-           state/         tables and unpacked weights; restored from the log when they are gone
-           job/           files of the run that this machine does not have otherwise (deploy.sources)
+           state/         tables and unpacked weights; restored from the log when they are missing
+           job/           files of the run that were restored from blobs (deploy.sources)
            summary.json report.html      written when the run has finished, and by `replayground report`
 
-Both kinds of folder hold a stack (deploy.local.stack), and so also its guard.pid, supervisord.conf and control socket.
+A stack (deploy.local.stack) runs in each of these folders and keeps guard.pid, supervisord.conf and its socket there.
 """
 
 import fcntl
@@ -25,13 +25,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.errors import BadInput
+from replayground.schemas.errors import BadInput
 
+# Raised when the layout changes in a way that this code cannot read.
 VERSION = "2"
 _VERSION_OF_RUNS = "1"
 "the layout before fields: one broker, blob folder and trace store in the folder of each run"
 _SOCKET_PATH_BYTES_MAX = 90
-"Linux allows 107; the supervisor binds to a longer temporary name first"
+"Linux allows 107; supervisord first binds to a temporary name, which is longer by its pid"
 _LOCK_TRIES = 5
 
 
@@ -47,10 +48,11 @@ class StackFolder:
 
     @property
     def control_socket(self) -> Path:
-        """Where the supervisor is spoken to; in a place of its own when the folder's path is too long for a socket."""
+        """The supervisor's socket. It lies outside of the folder when the folder's path is too long for a socket."""
         inside = self.path / "supervisor.sock"
         if len(os.fsencode(inside)) <= _SOCKET_PATH_BYTES_MAX:
             return inside
+        # Named by device and inode, so that every process derives the same name, whatever path it has for the folder.
         status = self.path.stat()
         return (
             Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp")) / f"replayground-{status.st_dev:x}-{status.st_ino:x}.sock"
@@ -59,7 +61,7 @@ class StackFolder:
 
 @dataclass(frozen=True)
 class RunFolder(StackFolder):
-    """The places of one run."""
+    """The folder of one run and the files in it."""
 
     @property
     def run_id(self) -> str:
@@ -84,7 +86,7 @@ class RunFolder(StackFolder):
 
 @dataclass(frozen=True)
 class FieldFolder(StackFolder):
-    """The places of a field."""
+    """The folder of a field and the files in it."""
 
     @property
     def file(self) -> Path:
@@ -110,14 +112,15 @@ class FieldFolder(StackFolder):
         return RunFolder(self.runs / run_id)
 
     def run_folders(self) -> list[RunFolder]:
-        """Of the runs that were started or resumed here, newest first: ids begin with the time of the first start."""
+        """The folders of runs that were started or resumed here, newest first."""
         if not self.runs.is_dir():
             return []
         folders = [path for path in self.runs.iterdir() if (path / "version").exists() and not path.is_symlink()]
+        # Ids begin with the time of the first start, so their order is the order of time.
         return [RunFolder(path) for path in sorted(folders, reverse=True)]
 
     def running(self) -> list[RunFolder]:
-        """The runs whose stacks are up in this folder."""
+        """The runs whose stacks run in this folder."""
         return [folder for folder in self.run_folders() if is_locked(folder.path)]
 
     def latest_run(self) -> RunFolder:
@@ -128,34 +131,35 @@ class FieldFolder(StackFolder):
 
 
 def field_folder(path: Path) -> FieldFolder:
-    """The field at this path, which need not exist yet. Raises BadInput for a folder that is something else."""
+    """The field at this path, which need not exist yet. Raises BadInput for a folder that is not a field."""
     folder = FieldFolder(path.absolute())
     if old := old_runs(path):
         raise BadInput(
-            f"{path} holds {len(old)} runs of an older release (layout {_VERSION_OF_RUNS}), which this one cannot open: "
-            f"read them with the release that wrote them, and name another folder with --field"
+            f"{path} holds {len(old)} runs of an older release (layout {_VERSION_OF_RUNS}), which this one cannot "
+            f"open: read them with the release that wrote them, and name another folder with --field"
         )
     if folder.exists:
         _require_version(folder.path, "field")
+    # Only a lock: a start was given up before the field was made. Anything else is a folder that is not ours to fill.
     elif path.exists() and (not path.is_dir() or set(os.listdir(path)) - {"lock"}):
         raise BadInput(f"{path} exists and is no field (it has no file `version`): name another folder with --field")
     return folder
 
 
 def old_runs(path: Path) -> list[Path]:
-    """Folders of runs in the layout before fields."""
+    """Folders of runs that an older release, without fields, has left below `path`."""
     if not path.is_dir() or (path / "version").exists():
         return []
     return [found.parent for found in sorted(path.glob("*/version")) if _version_at(found) == _VERSION_OF_RUNS]
 
 
 def create_field_folder(folder: FieldFolder) -> None:
-    """Makes the folder of a new field. The version is written last: a folder without one was never begun."""
+    """Makes the folder of a field; an existing one is kept. Raises BadInput when it cannot be written."""
     _make(folder.path, ("blobs", "logs", "runs", "traces"), "--field")
 
 
 def create_run_folder(folder: RunFolder) -> None:
-    """Makes the folder of a run; one that is there already is kept. Raises BadInput for one of another layout."""
+    """Makes the folder of a run; an existing one is kept. Raises BadInput for one of another layout."""
     if (folder.path / "version").exists():
         _require_version(folder.path, "run")
     _make(folder.path, ("logs", "state"), "--field")
@@ -165,6 +169,7 @@ def _make(path: Path, names: tuple[str, ...], option: str) -> None:
     try:
         for name in names:
             (path / name).mkdir(parents=True, exist_ok=True)
+        # Last: a folder counts as a field or a run once it has a version, and is complete by then.
         write_whole(path / "version", VERSION + "\n")
     except OSError as error:
         raise BadInput(f"{path} cannot be written ({error.strerror}): name another folder with {option}") from error
@@ -187,7 +192,8 @@ def _version_at(path: Path) -> str:
 
 
 def point_latest_at(folder: RunFolder) -> None:
-    """Moves runs/latest, without a moment in which there is none."""
+    """Points runs/latest at a run."""
+    # A new link is renamed over the old one, so that there is always one.
     link = folder.path.parent / "latest"
     new = folder.path.parent / ".latest.new"
     new.unlink(missing_ok=True)
@@ -196,17 +202,18 @@ def point_latest_at(folder: RunFolder) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all, even when the machine stops in between."""
+    """Writes a file completely or not at all, also if the machine stops meanwhile."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with unfinished.open("w") as file:
         file.write(text)
+        # Before the rename: a file system may store the new name before the bytes, and the file would be empty.
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
 
 
 def require_disk(path: Path, free_bytes_min: int) -> None:
-    """Raises BadInput when there is too little room to begin."""
+    """Raises BadInput when the disk has less free space than a start needs."""
     free_bytes = shutil.disk_usage(_nearest_existing(path)).free
     if free_bytes < free_bytes_min:
         raise BadInput(
@@ -217,11 +224,12 @@ def require_disk(path: Path, free_bytes_min: int) -> None:
 
 @contextmanager
 def hold_lock(path: Path, otherwise: str) -> Iterator[int]:
-    """Holds the lock of a folder; yields its descriptor, so that a background stack can inherit it.
+    """Holds the lock of a folder; yields its descriptor, so that the guard of a stack can inherit it.
 
-    The lock lasts as long as any process has the descriptor open. Raises BadInput with the sentence `otherwise` when
-    somebody else holds it."""
-    for _ in range(_LOCK_TRIES):  # whoever only looks whether it is held has it for a moment
+    The lock is released when every process has closed the descriptor. Raises BadInput with the sentence `otherwise`
+    when another process holds it."""
+    # Several tries: is_locked tests the lock by taking it, so it may be held for a moment by somebody who only looks.
+    for _ in range(_LOCK_TRIES):
         descriptor = take_lock(path)
         if descriptor is not None:
             break
@@ -235,7 +243,8 @@ def hold_lock(path: Path, otherwise: str) -> Iterator[int]:
 
 
 def is_locked(path: Path) -> bool:
-    """True while a stack runs in the folder, or is being started or stopped."""
+    """True while a stack runs in the folder, or is being started or stopped. Takes the lock for a moment."""
+    # A folder that does not exist is not made: looking must not leave anything behind.
     descriptor = take_lock(path) if path.is_dir() else -1
     if descriptor is not None and descriptor >= 0:
         os.close(descriptor)
@@ -243,12 +252,15 @@ def is_locked(path: Path) -> bool:
 
 
 def take_lock(path: Path) -> int | None:
-    """The descriptor of the lock, or None when somebody else holds it. Raises BadInput."""
+    """Takes the lock of a folder, which is made if needed. Returns its descriptor, or None when another process holds
+    it. Raises BadInput when the folder cannot be written."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise BadInput(f"{path} cannot be written ({error.strerror}): name another folder with --field") from error
+    # flock belongs to the open file, not to the process: a child that inherits the descriptor holds the lock too, and
+    # the kernel releases it when the last of them ends, however it ends.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,13 +1,13 @@
-"""Stands above the supervisor of a local stack: when it ends, however it ends, nothing of the stack is left.
+"""The guard of a local stack is the parent of its supervisor and kills what is left when the supervisor ends.
 
-    python -m deploy.local.guard <data folder> <disk_free_bytes_min> <process that starts the stack> <command of the supervisor …>
+    python guard.py <data folder> <disk_free_bytes_min> <pid of the starter> <command of the supervisor …>
 
-Programs die with the supervisor by themselves, but what they started may not (a server's engine, say). All of it carries
-the data folder in its environment, so whatever still does when the supervisor has ended is killed here. The guard also
-watches the disk: a log that cannot be written must end orderly, while there is still room to end in. And it watches whoever
-starts the stack: a start that was killed half way must not leave half a stack behind.
+Programs die with the supervisor (pdeathsig), but their own children may not, such as the engine process of vLLM. All of
+them inherit a variable with the data folder, so every process with that variable is killed after the supervisor ended.
+The guard also watches the disk: it stops the stack while there is still room to write what stopping writes. And it
+watches the process that starts the stack: if that is killed before the stack is up, the guard ends the stack.
 
-Only the standard library is used: this process lives as long as the stack and should weigh nothing.
+It uses only the standard library: it lives as long as the stack and should need little memory.
 """
 
 import os
@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 
 MARK = "REPLAYGROUND_FOLDER"
-"the variable by which the processes of a stack are known"
+"the environment variable that all processes of a stack inherit"
 PID_FILE = "guard.pid"
 REASON_FILE = "stopped_because"
-"in the data folder: why the stack cannot go on, in one line; written by the guard, or by a program about bad input"
+"in the data folder: one line with the reason why the stack cannot go on; written by the guard, or by a program"
 STARTED_FILE = "started"
-"in the data folder: every part of the stack was healthy once"
+"in the data folder: exists once every part of the stack was healthy"
 _DISK_SECONDS = 3.0
 _SWEEP_SECONDS_MAX = 10.0
 
@@ -36,9 +36,11 @@ def main(arguments: list[str]) -> int:
         int(arguments[2]),
         arguments[3:],
     )
+    # Before the supervisor starts: whoever sees the stack can find its guard.
     (folder / PID_FILE).write_text(str(os.getpid()))
     supervisor = subprocess.Popen(command, cwd=folder, env=os.environ | {MARK: str(folder)}, stdin=subprocess.DEVNULL)
 
+    # Does not exit here: the supervisor stops its programs first, then _watch returns and the sweep follows.
     def end(signal_number: int, frame: object) -> None:
         supervisor.terminate()
 
@@ -51,10 +53,10 @@ def main(arguments: list[str]) -> int:
 
 
 def sweep(folder: Path) -> list[int]:
-    """Kills every process that belongs to the stack of this folder; returns their ids."""
+    """Kills every process of the stack in this folder, except this one; returns their ids. Blocks for 10 s at most."""
     killed: list[int] = []
     until = time.monotonic() + _SWEEP_SECONDS_MAX
-    # what is being killed may have been starting something: look again until nothing is found
+    # A process may have forked just before it was killed: look again until none is found.
     while (found := _members(folder)) and time.monotonic() < until:
         for pid in found:
             _kill(pid)
@@ -70,9 +72,11 @@ def _watch(supervisor: "subprocess.Popen[bytes]", folder: Path, disk_free_bytes_
             return
         except subprocess.TimeoutExpired:
             free_bytes = shutil.disk_usage(folder).free
+        # The file also marks that SIGTERM was sent: the supervisor may take longer to end than until the next look.
         if free_bytes < disk_free_bytes_min and not (folder / REASON_FILE).exists():
             _write_reason(folder, free_bytes, disk_free_bytes_min)
             supervisor.terminate()
+        # Another parent means that the starter is dead. After the start that is normal for a stack in the background.
         if os.getppid() != starter and not (folder / STARTED_FILE).exists():
             supervisor.terminate()
 
@@ -84,11 +88,13 @@ def _write_reason(folder: Path, free_bytes: int, free_bytes_min: int) -> None:
     )
     try:
         (folder / REASON_FILE).write_text(reason)
-    except OSError as error:  # on a disk that is full already, ending is worth more than saying why
+    except OSError as error:
+        # The disk is completely full: stopping matters more than the reason file.
         print(f"{reason} ({error})", file=sys.stderr)
 
 
 def _members(folder: Path) -> list[int]:
+    # By environment and not by process group or parent: a child may leave both, but it keeps its environment.
     mark = f"{MARK}={folder}".encode()
     return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _carries(pid, mark)]
 
@@ -98,8 +104,10 @@ def _carries(pid: int, mark: bytes) -> bool:
         return False
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # ended meanwhile, or somebody else's
+    except OSError:
+        # It has ended meanwhile, or belongs to another user.
         return False
+    # Whole variables are compared: field-2 must not be taken for field.
     return mark in environment.split(b"\0")
 
 
@@ -107,7 +115,7 @@ def _kill(pid: int) -> None:
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # ended by itself meanwhile, which is as good
+        return  # it has ended meanwhile
 
 
 if __name__ == "__main__":

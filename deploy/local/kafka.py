@@ -1,6 +1,6 @@
-"""One Kafka node on loopback, broker and controller in one, with its log in the data folder of the run.
+"""One Kafka node on loopback, broker and controller in one process, with its log in the folder of the field.
 
-The node runs with the data folder as its working folder, so its settings name no path outside of it.
+The node runs with that folder as its working folder, so its settings contain only relative paths.
 """
 
 import base64
@@ -10,15 +10,15 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local.java import jars, java_command
-from schemas.errors import ReplaygroundError
+from replayground.deploy.local.java import jars, java_command
+from replayground.schemas.errors import ReplaygroundError
 
 _SETTINGS_FILE = "kafka.properties"
 
 
 @dataclass(frozen=True)
 class Broker:
-    """Where the node keeps its log and listens."""
+    """Folder and ports of the node."""
 
     folder: Path
     port: int
@@ -42,7 +42,7 @@ def server_properties(broker: Broker) -> str:
         "inter.broker.listener.name": "PLAINTEXT",
         "listener.security.protocol.map": "CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT",
         "log.dirs": "log",
-        # topics come from schemas.topics; a mistyped name must fail, not make a topic
+        # Topics come from schemas.topics; a mistyped name must fail and not create a topic.
         "auto.create.topics.enable": "false",
         **_ONE_NODE,
         **_QUICK_RESTART,
@@ -56,20 +56,22 @@ _ONE_NODE = {
     "transaction.state.log.min.isr": "1",
     "share.coordinator.state.topic.replication.factor": "1",
     "share.coordinator.state.topic.min.isr": "1",
-    # fifty partitions each, the default, are files to open at every start for a handful of groups
+    # The default is 50 partitions each: files that are opened at every start, for a handful of groups.
     "offsets.topic.num.partitions": "4",
     "transaction.state.log.num.partitions": "4",
-    # a group that was away for a week goes on where it was: runs are resumed after any time
+    # The default forgets the offsets of a group after a week; a run may be resumed after any time.
     "offsets.retention.minutes": str(10 * 365 * 24 * 60),
+    # The default of 3 s waits for further members; a group here has one or a few, and a run should start at once.
     "group.initial.rebalance.delay.ms": "0",
-    # replay reads a run whole: nothing is deleted by age unless its topic says so
+    # A replay reads a whole run: nothing is deleted by age unless the topic itself says so.
     "log.retention.ms": "-1",
-    # the pause of the cleaner when nothing is to be compacted; the default, 15 s, is read again at every restart of streams
+    # The log cleaner sleeps this long when nothing is to be compacted. Within the default of 15 s, changelogs grow that
+    # a restarted streams worker has to read.
     "log.cleaner.backoff.ms": "2000",
 }
 
-# seconds to the first acknowledged message after kill -9: about 9 instead of 15. Not shorter: a broker that a busy machine
-# keeps from its heartbeat for as long is taken for dead by its own controller, and tells every client that there is none
+# Time to the first acknowledged message after kill -9: about 9 s instead of 15 s. Not shorter: on a busy machine the
+# broker may miss its heartbeats, its own controller then fences it, and clients are told that there is no broker.
 _QUICK_RESTART = {
     "broker.heartbeat.interval.ms": "200",
     "broker.session.timeout.ms": "4000",
@@ -77,7 +79,7 @@ _QUICK_RESTART = {
 }
 
 
-# with the time, and without pages of settings and a line a minute that nothing happened
+# With timestamps; without pages of settings at every start and the controller's line every minute.
 LOGGING = (
     "-Dorg.slf4j.simpleLogger.showDateTime=true",
     "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd'T'HH:mm:ss.SSS",
@@ -87,12 +89,13 @@ LOGGING = (
 
 
 def prepare(broker: Broker) -> None:
-    """Writes the settings and, the first time, formats the storage. Safe to call again."""
+    """Writes the settings file and, the first time, formats the storage. Idempotent. Raises ReplaygroundError."""
+    # Always: the ports may differ from those of the last start.
     (broker.folder / _SETTINGS_FILE).write_text(server_properties(broker))
     if (broker.folder / "log" / "meta.properties").exists():
         return
     cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-    # joined by "=": one id in 64 begins with "-" and would be taken for another option
+    # Joined by "=": one id in 64 begins with "-" and would be parsed as another option.
     arguments = ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}", "-c", _SETTINGS_FILE]
     command = java_command("kafka", 128, [*class_path(), *arguments])
     formatted = subprocess.run(command, cwd=broker.folder, capture_output=True, text=True, check=False)
@@ -101,11 +104,11 @@ def prepare(broker: Broker) -> None:
 
 
 def command(broker: Broker, *, record: bool = False) -> list[str]:
-    """Starts the node, in the data folder."""
+    """The command that starts the node; run it in the folder of the broker."""
     arguments = [*LOGGING, *class_path(), "kafka.Kafka", _SETTINGS_FILE]
     return java_command("kafka", broker.heap_mebibytes, arguments, record=record)
 
 
 def class_path() -> list[str]:
-    # in a fixed order, so that the ahead-of-time cache fits
+    # Sorted: the ahead-of-time cache is valid only for the class path that it was recorded with.
     return ["-cp", os.pathsep.join(map(str, sorted(jars("kafka").glob("*.jar"))))]

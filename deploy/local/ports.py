@@ -1,4 +1,4 @@
-"""Ports on loopback: the ones a person asked for, or any free ones."""
+"""Ports on loopback: those that a config names, or free ones."""
 
 import random
 import socket
@@ -6,17 +6,19 @@ from collections.abc import Mapping
 
 import psutil
 
-from schemas.errors import BadInput
+from replayground.schemas.errors import BadInput
 
-# below the range that Linux gives to outgoing connections: a port found free here stays free until we listen on it
+# Below the range from which Linux takes ports of outgoing connections (32768 and up): a port that is free now is not
+# taken by a connection before our program listens on it.
 _LOWEST, _HIGHEST = 15000, 31999
 
 
 def choose_ports(wanted: Mapping[str, int]) -> dict[str, int]:
-    """A port for each name: the wanted one, or for 0 a free one. Raises BadInput when a wanted port is busy or no port."""
+    """A port for each name: the wanted one, or a free one for 0. Raises BadInput for a busy or invalid port."""
     chosen = {name: port for name, port in wanted.items() if port != 0}
     for name, port in chosen.items():
         _require_free(name, port)
+    # Wanted ports are taken first, so that no free choice collides with one of them.
     for name in wanted:
         if name not in chosen:
             chosen[name] = _any_free(taken=set(chosen.values()))
@@ -25,7 +27,8 @@ def choose_ports(wanted: Mapping[str, int]) -> dict[str, int]:
 
 def is_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an old connection winding down is no listener
+        # Without it, closed connections in TIME_WAIT make a port look busy for a minute after its server ended.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
@@ -49,7 +52,7 @@ def _require_free(name: str, port: int) -> None:
 
 
 def _holder(port: int) -> str:
-    """Who listens, as far as this user may know."""
+    """Names the process that listens on a port; empty when this user may not see it."""
     try:
         connections = psutil.net_connections("tcp")
         for connection in connections:
@@ -61,6 +64,7 @@ def _holder(port: int) -> str:
 
 
 def _any_free(taken: set[int]) -> int:
+    # Random and not the next free one: two stacks that start at the same time rarely choose the same port.
     candidates = random.sample(range(_LOWEST, _HIGHEST), 200)
     for port in candidates:
         if port not in taken and is_free(port):

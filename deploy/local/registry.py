@@ -1,34 +1,34 @@
-"""The schema registry (Apicurio) on loopback, with its schemas on Kafka beside the events they describe."""
+"""The schema registry (Apicurio) on loopback. It stores its schemas on the same Kafka as the events."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.local.java import jars, java_command
+from replayground.deploy.local.java import jars, java_command
 
 
 @dataclass(frozen=True)
 class SchemaRegistry:
-    """Where the registry listens, and the broker that holds its schemas."""
+    """Ports of the registry, and the brokers that store its schemas."""
 
     bootstrap_servers: str
     port: int
     management_port: int
     heap_mebibytes: int = 384
     settings_file: Path | None = None
-    "further settings, such as how to log in to the brokers: a command line can be read by everybody"
+    "further settings, such as broker credentials: every user of the machine can read a command line"
 
     @property
     def url(self) -> str:
-        """Its Confluent API."""
+        """Base address of its Confluent-compatible API."""
         return f"http://127.0.0.1:{self.port}/apis/ccompat/v7"
 
 
 def command(registry: SchemaRegistry, *, record: bool = False) -> list[str]:
-    """Starts the registry. It may be started before the broker is ready: it waits for it."""
+    """The command that starts the registry. It may start before the broker: it waits for it."""
     settings = {
         "apicurio.storage.kind": "kafkasql",
         "apicurio.kafkasql.bootstrap.servers": registry.bootstrap_servers,
-        # at the start it reads until nothing has come for this long, four times over: 20 s by default, 2 s so
+        # At its start it polls until nothing has come for this long, four times: 20 s with the default, 2 s here.
         "apicurio.kafkasql.consumer.poll.timeout": "500",
         "quarkus.http.host": "127.0.0.1",
         "quarkus.http.port": str(registry.port),

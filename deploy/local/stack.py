@@ -1,14 +1,13 @@
-"""A local stack: processes under one supervisor in one folder, started in the order of their health. A field has one, and
-each of its runs has one of its own.
+"""A local stack: the processes of a field or of a run on this machine, in one folder under one supervisor.
 
-    guard        nothing outlives it (deploy.local.guard)
-    └ supervisord      keeps programs running, writes their logs (deploy.local.supervisor)
-      ├ kafka            first, where the field has its own: the topics are made as soon as it answers
-      ├ registry         meanwhile: its rule is set and every schema registered
-      ├ programs         when both are ready; each is up when its /healthz says so
-      └ attendant        last: what looks after the others, so that it never sees a stack that is only half there
+    guard        kills what is left of the stack when the supervisor has ended (deploy.local.guard)
+    └ supervisord      restarts programs and writes their logs (deploy.local.supervisor)
+      ├ kafka            first, where the field has its own; topics are created as soon as it answers
+      ├ registry         at the same time; then its compatibility rule is set and every schema is registered
+      ├ programs         when both are ready; a program is up when its /healthz answers 200
+      └ attendant        last, so that it never sees a half-started stack: the monitor of a run
 
-`start` brings a stack up, `RunningStack` is the handle on one, from this process or any other.
+`start` starts a stack. `RunningStack` is a handle on one, from the process that started it or from any other.
 """
 
 import os
@@ -29,19 +28,19 @@ from xmlrpc.client import Fault
 
 import psutil
 
-from deploy.local import guard, kafka, registry
-from deploy.local.folder import FieldFolder, StackFolder, create_field_folder
-from deploy.local.kafka import Broker
-from deploy.local.ports import choose_ports, is_listening
-from deploy.local.registry import SchemaRegistry
-from deploy.local.supervisor import Control, ProgramState, SupervisedProgram, render
-from schemas.blobs import open_blobs
-from schemas.codec import Codec
-from schemas.errors import BadInput, LogUnavailable, ReplaygroundError
-from schemas.programs import OPERATOR
-from schemas.run import FIELD, JobSettings, LogSettings, Run
-from streams.log.connect import open_log, registry_of
-from streams.log.kafka import KafkaLog
+from replayground.deploy.local import guard, kafka, registry
+from replayground.deploy.local.folder import FieldFolder, StackFolder, create_field_folder
+from replayground.deploy.local.kafka import Broker
+from replayground.deploy.local.ports import choose_ports, is_listening
+from replayground.deploy.local.registry import SchemaRegistry
+from replayground.deploy.local.supervisor import Control, ProgramState, SupervisedProgram, render
+from replayground.schemas.blobs import open_blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import BadInput, LogUnavailable, ReplaygroundError
+from replayground.schemas.programs import OPERATOR
+from replayground.schemas.run import FIELD, JobSettings, LogSettings, Run
+from replayground.streams.log.connect import open_log, registry_of
+from replayground.streams.log.kafka import KafkaLog
 
 KAFKA, REGISTRY = "kafka", "registry"
 _KAFKA_SHOWN, _REGISTRY_SHOWN, _ELSEWHERE_SHOWN = "Kafka", "schema registry", "log elsewhere"
@@ -50,7 +49,7 @@ _POLL_SECONDS = 0.1
 _CONNECT_SECONDS_MAX = 5.0
 _CONFIG_FILE = "supervisord.conf"
 STOPPING_FILE = "stopping"
-"in the folder of a stack: who stops it and why, in one line"
+"in the folder of a stack: one line that says who stops it and why"
 
 
 class StackFailed(ReplaygroundError):
@@ -58,7 +57,7 @@ class StackFailed(ReplaygroundError):
 
 
 class ProgressListener(Protocol):
-    """Is called when a part begins and ends to start. Names are for display."""
+    """Is called when a part begins to start and when it is up. Names are for display."""
 
     def begin(self, part: str) -> None: ...
 
@@ -75,13 +74,13 @@ class SilentProgress:
 
 @dataclass(frozen=True)
 class LogAddresses:
-    """Where the log of a field is; the attributes have the names they have in schemas.run.Run."""
+    """The addresses of a field's log and blobs, named as in schemas.run.Run."""
 
     log: LogSettings
     blobs_url: str
 
     def run_of(self, worker: str) -> Run:
-        """A Run for work on the field as a whole."""
+        """A Run for an operator's work on the whole field."""
         return Run(
             run_id=FIELD,
             seed=0,
@@ -101,7 +100,7 @@ class StackProgram:
     health: str
     "host and port of its /healthz"
     stop_wave: int = 1
-    "programs of a wave drain together; a wave begins when the one before has drained"
+    "programs of one wave drain together; the next wave begins when they have ended"
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class StackPlan:
 
     folder: StackFolder
     addresses: LogAddresses | None = None
-    "of a log that is prepared before the programs start: topics made, schemas registered"
+    "None = the stack has no log to prepare; else topics and schemas are created before the programs start"
     broker: Broker | None = None
     registry: SchemaRegistry | None = None
     members: Sequence[StackProgram] = ()
@@ -135,17 +134,18 @@ class RunningStack:
         return self._guard() is not None
 
     def states(self) -> dict[str, ProgramState]:
-        """Every part by name; empty when the stack has ended."""
+        """The state of every part by name; empty when the stack has ended. May block for a moment."""
         try:
             return self.control.states()
-        except OSError:  # it ended, now or before
+        except OSError:
             return {}
 
     def require_healthy(self) -> None:
-        """Raises BadInput or StackFailed when the stack or a part of it has ended for good."""
+        """Raises BadInput or StackFailed when the stack has ended, or when a part was given up by the supervisor."""
         states = self.states()
         has_ended = not states and not self.is_alive()
-        reason = self.reason()  # asked last: it is written before anything ends
+        # Read last: the file is written before the stack ends, so an end that was seen above has its reason here.
+        reason = self.reason()
         if reason is not None:
             raise BadInput(reason)
         if has_ended:
@@ -155,12 +155,12 @@ class RunningStack:
                 raise StackFailed(f"{state.name} does not start: {self._last_line_and_file(state.name)}")
 
     def reason(self) -> str | None:
-        """Why the stack cannot go on, when a program or the guard said so: bad input, or a full disk."""
+        """Why the stack cannot go on, written by a program (bad input) or the guard (full disk); else None."""
         file = self.folder.path / guard.REASON_FILE
         return file.read_text().strip() if file.exists() else None
 
     def stopping(self) -> str | None:
-        """Who stops it and why, when somebody does."""
+        """Who stops the stack and why; None unless somebody does."""
         file = self.folder.path / STOPPING_FILE
         return file.read_text().strip() if file.exists() else None
 
@@ -170,9 +170,9 @@ class RunningStack:
         return lines[-1] if lines else f"{name} printed nothing"
 
     def stop(self, report: Callable[[str], None] = lambda text: None) -> None:
-        """Drains the programs, wave by wave, then ends broker, registry and supervisor. Leaves no process.
+        """Drains the programs, wave by wave, then ends broker, registry and supervisor. Blocks until all have ended.
 
-        An interrupt while it drains (a second Ctrl-C) kills what is left at once; after that nothing interrupts it.
+        A KeyboardInterrupt while it drains (a second Ctrl-C) kills what is left; further ones are ignored.
         """
         try:
             self._end_orderly(report)
@@ -183,18 +183,20 @@ class RunningStack:
             if killing:
                 report("killing what has not drained")
                 self._kill()
+            # Reap our own child: it would stay a zombie until this process ends.
             if self._process is not None:
                 self._process.wait()
+            # The guard has swept already, unless it was killed itself.
             for pid in guard.sweep(self.folder.path):
                 report(f"process {pid} had to be killed")
 
     def drain(self, report: Callable[[str], None]) -> None:
-        """Stops the programs, wave by wave, and returns when they have ended. Whatever else is in the stack stays."""
+        """Stops the programs, wave by wave; blocks until they have ended. Broker, registry and attendant stay up."""
         for wave in sorted(set(self._stop_waves.values())):
             self._drain([name for name, of in self._stop_waves.items() if of == wave], report)
 
     def end(self) -> None:
-        """Tells the stack to end and does not wait for it: for a program of the stack itself."""
+        """Tells the guard to end the stack, and returns at once. For a program that is itself part of the stack."""
         process = self._guard()
         if process is not None:
             process.terminate()
@@ -203,6 +205,7 @@ class RunningStack:
         self.drain(report)
         process = self._guard()
         if process is not None:
+            # SIGTERM to the guard: it ends the supervisor, which stops broker, registry and attendant, then sweeps.
             process.terminate()
             try:
                 process.wait(_PART_SECONDS_MAX)
@@ -210,9 +213,10 @@ class RunningStack:
                 self._kill()
 
     def _kill(self) -> None:
-        """Kills the supervisor: what it started dies with it, and the guard above sweeps up the rest."""
+        """Kills the supervisor. Its programs die with it (pdeathsig), and the guard kills what they have started."""
         process = self._guard()
         if process is not None:
+            # Not the guard: it is the one who sweeps.
             for child in process.children():
                 child.kill()
             process.wait(_PART_SECONDS_MAX)
@@ -224,31 +228,35 @@ class RunningStack:
             while pending := [s.name for s in self.control.states().values() if s.name in names and not s.has_ended]:
                 report(f"draining {', '.join(pending)}")
                 time.sleep(_POLL_SECONDS)
-        except (OSError, Fault) as error:  # the supervisor is ending: what it starts, it ends
-            report(f"the supervisor ends by itself ({error})")
+        except (OSError, Fault) as error:
+            # The supervisor is shutting down, or is gone: it stops its programs itself.
+            report(f"the supervisor is already ending ({error})")
 
     def _guard(self) -> psutil.Process | None:
-        """The guard of this folder, if it is alive; a process that merely got its old id is not it."""
-        if self._process is not None:  # our own child, which may not have written its id yet
+        """The guard of this folder; None when it is not alive."""
+        # Our own child may not have written its pid file yet.
+        if self._process is not None:
             return psutil.Process(self._process.pid) if self._process.poll() is None else None
         try:
             process = psutil.Process(int((self.folder.path / guard.PID_FILE).read_text()))
+            # Pids are reused: only a process with this folder on its command line is the guard.
             alive = process.status() != psutil.STATUS_ZOMBIE and str(self.folder.path) in process.cmdline()
         except (OSError, ValueError, psutil.Error):
             return None
         return process if alive else None
 
     def _last_line_and_file(self, name: str) -> str:
-        return f"{self.last_line(name)} (all of it: {self.folder.logs / name}.log)"
+        return f"{self.last_line(name)} (its log: {self.folder.logs / name}.log)"
 
 
 def start(plan: StackPlan, progress: ProgressListener, *, lock: int, foreground: bool) -> RunningStack:
-    """Starts a stack and returns when every part is healthy. The caller stops it; when this raises, it is stopped already.
+    """Starts a stack and blocks until every part is healthy. The caller stops it; if this raises, nothing runs.
 
-    `lock` is the descriptor of deploy.local.folder.hold_lock, kept open by the guard. In the foreground the stack drains
-    when the calling thread dies, however it dies; so call it from the main thread. In the background it does so only until
-    it has started. Raises BadInput, StackFailed.
+    `lock` is the descriptor of deploy.local.folder.hold_lock; the guard keeps it open. In the foreground the stack ends
+    with the calling thread, so call this from the main thread. In the background it ends with the caller only until it
+    has started. Raises BadInput, StackFailed.
     """
+    # A guard that was killed cannot have swept: processes of the last stack may still hold ports and the state folder.
     guard.sweep(plan.folder.path)
     if plan.broker is not None:
         progress.begin(_KAFKA_SHOWN)
@@ -260,6 +268,7 @@ def start(plan: StackPlan, progress: ProgressListener, *, lock: int, foreground:
     stack = RunningStack(plan.folder, waves, spawn_guard(plan, lock, foreground))
     try:
         _start_parts(plan, stack, progress)
+        # From here on a stack in the background outlives its starter, and commands that wait for the field continue.
         (plan.folder.path / guard.STARTED_FILE).touch()
     except BaseException:
         stack.stop()
@@ -268,12 +277,12 @@ def start(plan: StackPlan, progress: ProgressListener, *, lock: int, foreground:
 
 
 def has_started(folder: StackFolder) -> bool:
-    """True once every part of the stack was healthy; false again when the next one is started in its place."""
+    """True once every part of the stack was healthy; False again when the next start of the stack begins."""
     return (folder.path / guard.STARTED_FILE).exists()
 
 
 def forget_start(folder: StackFolder) -> None:
-    """The lock of the folder must be held: a stack is about to be started."""
+    """Makes has_started False, before a start. The lock of the folder must be held."""
     (folder.path / guard.STARTED_FILE).unlink(missing_ok=True)
 
 
@@ -293,17 +302,20 @@ def _start_log(
     stack: RunningStack,
     progress: ProgressListener,
 ) -> None:
+    # The supervisor has started both already: the registry waits for the broker by itself.
     progress.begin(_REGISTRY_SHOWN)
+    # A listening port first: until then, each try of the Kafka client would take its whole timeout.
     _wait(stack, "Kafka", lambda: is_listening(broker.port))
     _wait(stack, "Kafka", lambda: _available(lambda: _make_topics(addresses)))
     progress.end(_KAFKA_SHOWN)
+    # Schemas before programs: a program must find its schemas in the registry.
     _wait(stack, "the schema registry", lambda: _answers(f"{schema_registry.url}/subjects"))
     _wait(stack, "the schema registry", lambda: _available(lambda: _register_schemas(addresses)))
     progress.end(_REGISTRY_SHOWN)
 
 
 def _prepare_log_elsewhere(addresses: LogAddresses, progress: ProgressListener) -> None:
-    """Nobody is waited for: what the config names is expected to run. Raises BadInput."""
+    """Creates topics and schemas on a log that is not ours to start. Does not wait for it. Raises BadInput."""
     progress.begin(_ELSEWHERE_SHOWN)
     try:
         _require_reachable(addresses.log.bootstrap_servers)
@@ -318,7 +330,8 @@ def _prepare_log_elsewhere(addresses: LogAddresses, progress: ProgressListener) 
 
 
 def _require_reachable(bootstrap_servers: str) -> None:
-    """Raises LogUnavailable when no broker accepts a connection: the client would take half a minute to say so."""
+    """Raises LogUnavailable when no broker accepts a connection."""
+    # librdkafka retries without end, so a wrong address would show only after the timeout of a whole request.
     problems: list[str] = []
     for server in bootstrap_servers.split(","):
         host, _, port = server.strip().rpartition(":")
@@ -332,6 +345,7 @@ def _require_reachable(bootstrap_servers: str) -> None:
 
 def _start_members(plan: StackPlan, stack: RunningStack, progress: ProgressListener) -> None:
     waiting = {member.supervised.name: member for member in plan.members}
+    # All at once: importing torch takes seconds, and no program waits for the health of another.
     for name in waiting:
         progress.begin(name)
         stack.control.start(name)
@@ -370,7 +384,8 @@ def _answers(url: str) -> bool:
         with urllib.request.urlopen(url, timeout=5.0) as response:
             return bool(response.status == 200)
     except urllib.error.HTTPError as refusal:
-        refusal.close()  # it holds its connection open otherwise
+        # An HTTPError holds its connection open until it is closed.
+        refusal.close()
         return False
     except OSError:
         return False
@@ -390,17 +405,19 @@ def _register_schemas(addresses: LogAddresses) -> None:
 
 
 def _register_schemas_elsewhere(addresses: LogAddresses) -> None:
-    """The registry may be another log's, and others may use it: its own rule is left alone. Raises BadInput."""
+    """Registers schemas in a registry that others may use. Raises BadInput when it belongs to another log."""
     run = addresses.run_of("operator")
     registry_client = registry_of(run)
     with closing(KafkaLog(run.log, Codec(registry_client, open_blobs(run)))) as log:
         log.require_registry()
         log.codec.register_all()
+        # The global rule belongs to the others; only the rules of our own subjects are set.
         registry_client.require_compatibility_of_known()
 
 
 def _write_config(plan: StackPlan) -> None:
-    # rendered first, stopped last: the attendant outlives the programs it looks after
+    # supervisord stops programs in reverse order: the attendant comes first here, so it outlives the others and can
+    # write how the run ended.
     programs = [] if plan.attendant is None else [plan.attendant]
     if plan.broker is not None:
         programs.append(SupervisedProgram(KAFKA, kafka.command(plan.broker), starts_at_once=True))
@@ -409,17 +426,22 @@ def _write_config(plan: StackPlan) -> None:
         programs.append(SupervisedProgram(REGISTRY, command, starts_at_once=True, stop_seconds_max=10))
     programs += [member.supervised for member in plan.members]
     text = render(plan.folder.control_socket, programs, as_root=os.geteuid() == 0)
-    plan.folder.control_socket.unlink(missing_ok=True)  # left by a stack that was killed
+    # A killed supervisor leaves its socket, and _start_parts takes the file as a sign that the new one is up.
+    plan.folder.control_socket.unlink(missing_ok=True)
     (plan.folder.path / _CONFIG_FILE).write_text(text)
 
 
 def spawn_guard(plan: StackPlan, lock: int, foreground: bool) -> "subprocess.Popen[bytes]":
+    """Starts the guard, which starts the supervisor. Does not wait for either."""
     folder = plan.folder.path
+    # pdeathsig: the kernel sends SIGTERM to the supervisor when the guard dies, and in the foreground to the guard when
+    # the thread that starts it dies.
     wrap = ["setpriv", "--pdeathsig", "TERM", "--"]
     supervisor = [*wrap, sys.executable, "-m", "supervisor.supervisord", "-c", _CONFIG_FILE]
-    # isolated and without site packages: it starts at once and weighs little
+    # -I -S: without site-packages the guard starts quickly and uses little memory. It needs only the standard library.
     settings = [str(folder), str(plan.disk_free_bytes_min), str(os.getpid())]
     command = [sys.executable, "-I", "-S", guard.__file__, *settings, *supervisor]
+    # Files of the last stack would be read as news of this one.
     for left_behind in (guard.PID_FILE, guard.REASON_FILE, guard.STARTED_FILE, STOPPING_FILE):
         (folder / left_behind).unlink(missing_ok=True)
     with (plan.folder.logs / "guard.log").open("wb") as output:
@@ -430,12 +452,14 @@ def spawn_guard(plan: StackPlan, lock: int, foreground: bool) -> "subprocess.Pop
             stderr=output,
             env=os.environ | plan.environment,
             pass_fds=(lock,),
-            start_new_session=True,  # Ctrl-C in the terminal is for us alone: we drain, then end the stack
+            # Ctrl-C goes to every process of the terminal. Only this one may get it: it drains, then ends the stack.
+            start_new_session=True,
         )
 
 
 def _lines(path: Path, bytes_max: int = 4000) -> list[str]:
-    """The last non-empty lines of a file."""
+    """The last non-empty lines of a file; empty when it cannot be read."""
+    # Only the end is read: a log may have 20 MB.
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - bytes_max))
@@ -446,9 +470,9 @@ def _lines(path: Path, bytes_max: int = 4000) -> list[str]:
 
 @contextmanager
 def local_log(folder: Path, heap_mebibytes: int = 384) -> Iterator[LogAddresses]:
-    """A broker and a registry of one's own below `folder`, with all topics and schemas; gone when the block ends.
+    """Starts a broker and a registry below `folder`, with all topics and schemas; stops them when the block ends.
 
-    For tests and benchmarks. Call it from the main thread.
+    For tests and benchmarks. Call it from the main thread. Raises BadInput, StackFailed.
     """
     field_folder = FieldFolder(folder.absolute() / "local-log")
     create_field_folder(field_folder)
@@ -458,6 +482,7 @@ def local_log(folder: Path, heap_mebibytes: int = 384) -> Iterator[LogAddresses]
     log = LogSettings(bootstrap_servers=broker.bootstrap_servers, registry_url=schema_registry.url)
     addresses = LogAddresses(log, field_folder.blobs_url)
     plan = StackPlan(field_folder, addresses, broker, schema_registry)
+    # The guard wants a descriptor to keep open; nobody else uses this folder, so it is not locked.
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         stack = start(plan, SilentProgress(), lock=lock, foreground=True)
@@ -474,9 +499,10 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """A third Ctrl-C must not leave processes behind that the second was to kill."""
+    """Ignores Ctrl-C and termination while the block runs: killing the stack must be complete."""
+    # Python allows signal handlers to be set only in the main thread.
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's affair
+        yield
         return
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING_SIGNALS}
     try:
@@ -487,11 +513,11 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def terminate_on_signals() -> None:
-    """Makes the signals by which terminals and services end a process raise KeyboardInterrupt, as Ctrl-C does."""
+    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that every end drains the stack."""
 
     def interrupt(signal_number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    # SIGINT too: a shell that starts us in the background hands it down ignored
+    # SIGINT too: a shell starts background commands with SIGINT ignored, and children inherit that.
     for number in _ENDING_SIGNALS:
         signal.signal(number, interrupt)

@@ -1,6 +1,6 @@
-"""The supervisor of a local stack: supervisord. Its settings file, and a client of its control socket.
+"""The supervisor of a local stack, supervisord: its settings file, and a client of its control socket.
 
-Everything it starts dies with it: each command is wrapped so that the kernel kills it when the supervisor is gone.
+Every command is wrapped in setpriv, so that the kernel kills the program when the supervisor dies.
 """
 
 import shlex
@@ -13,37 +13,38 @@ from xmlrpc.client import Fault, ServerProxy
 
 from supervisor.xmlrpc import Faults, SupervisorTransport
 
-from schemas.errors import BadInput
+from replayground.schemas.errors import BadInput
 
+# At most 80 MB per program: the file that is written and three older ones.
 _LOG_BYTES_MAX = "20MB"
 _LOG_BACKUPS = 3
 TAKEN_OVER = 3
-"exit code of a program whose run was resumed elsewhere: it is not started again, or it would take the run back"
+"exit code of a program whose run was resumed elsewhere: it is not restarted, or it would take the run back"
 
 
 @dataclass(frozen=True)
 class SupervisedProgram:
-    """A program to be kept running."""
+    """A program that supervisord starts and restarts."""
 
     name: str
     command: Sequence[str]
     starts_at_once: bool = False
-    "otherwise it waits for Control.start"
+    "True: started with the supervisor; False: started by Control.start"
     settled_seconds: int = 5
-    "ending before this counts as a failed start"
+    "a program that ends sooner than this counts as a failed start"
     start_retries: int = 5
-    "failed starts in a row, each tried again a second later than the one before, until it is given up"
+    "failed starts in a row before it is given up (FATAL); the pause before each grows by a second"
     stop_seconds_max: int = 30
-    "time to drain; after that it is killed"
+    "time to drain after SIGTERM; then it is killed"
 
 
 @dataclass(frozen=True)
 class ProgramState:
-    """How a program stands."""
+    """The state of a program as supervisord reports it."""
 
     name: str
     state: str
-    "STOPPED, STARTING, RUNNING, BACKOFF (waits to be tried again), STOPPING, EXITED, FATAL (given up)"
+    "STOPPED, STARTING, RUNNING, BACKOFF (waits for the next try), STOPPING, EXITED, FATAL (given up)"
     pid: int
     exit_code: int
     since_seconds: int
@@ -54,13 +55,15 @@ class ProgramState:
 
 
 def render(socket: Path, programs: Iterable[SupervisedProgram], *, as_root: bool) -> str:
-    """The settings file. Paths are relative to the data folder, which supervisord is started in: names of folders with
-    a percent sign would be expanded, in some fields twice. Programs inherit supervisord's environment and folder."""
+    """The text of the settings file. Programs inherit the environment and the working folder of supervisord."""
+    # Paths are relative to the data folder, where supervisord is started: it expands % in values, in some of them
+    # twice, so a folder name with a percent sign could not be written down.
     sections = [
         f"[unix_http_server]\nfile={_value(str(socket))}\nchmod=0700\n",
         "[supervisord]\nnodaemon=true\nsilent=true\npidfile=supervisor.pid\nchildlogdir=logs\n"
         + f"logfile=logs/supervisor.log\nlogfile_maxbytes={_LOG_BYTES_MAX}\nlogfile_backups=1\n"
-        + ("user=root\n" if as_root else ""),  # without it, supervisord warns a root user at every start
+        # Without user=root, supervisord warns at every start as root.
+        + ("user=root\n" if as_root else ""),
         "[rpcinterface:supervisor]\nsupervisor.rpcinterface_factory = supervisor.rpcinterface:make_main_rpcinterface\n",
     ]
     sections += [_section(program, priority) for priority, program in enumerate(programs, 1)]
@@ -68,18 +71,21 @@ def render(socket: Path, programs: Iterable[SupervisedProgram], *, as_root: bool
 
 
 def _section(program: SupervisedProgram, priority: int) -> str:
-    """Programs are stopped in the reverse of the order they are named in."""
+    """The section of one program. supervisord stops programs in reverse order of priority."""
+    # SIGKILL: without a supervisor nobody would end a program that does not drain.
     wrapped = ["setpriv", "--pdeathsig", "KILL", "--", *program.command]
     settings = {
         "command": _value(shlex.join(wrapped)),
         "priority": priority,
         "autostart": str(program.starts_at_once).lower(),
+        # Every exit code but TAKEN_OVER leads to a restart, 0 too: a program that has finished stays (deploy.serve).
         "autorestart": "unexpected",
         "exitcodes": TAKEN_OVER,
         "startsecs": program.settled_seconds,
         "startretries": program.start_retries,
         "stopsignal": "TERM",
         "stopwaitsecs": program.stop_seconds_max,
+        # SIGKILL goes to the whole process group, since a program that has to be killed cannot end its children itself.
         "killasgroup": "true",
         "redirect_stderr": "true",
         "stdout_logfile": f"logs/{program.name}.log",
@@ -90,14 +96,14 @@ def _section(program: SupervisedProgram, priority: int) -> str:
 
 
 def _value(text: str) -> str:
-    """A value as supervisord reads it: % starts an expansion, and a comment cannot be quoted away."""
+    """Escapes a value for the settings file. Raises BadInput for text that would begin a comment or a new line."""
     if " ;" in text or " #" in text or "\n" in text:
         raise BadInput(f"a path with ' ;', ' #' or a line break cannot be used here: {text!r}; move the folder")
     return text.replace("%", "%%")
 
 
 class Control:
-    """Speaks to a running supervisor. Calls block for the moment they take; OSError when nobody is there."""
+    """A client of a running supervisor. Calls block until it answers, and raise OSError when it is gone or ending."""
 
     def __init__(self, socket: Path) -> None:
         self._socket = socket
@@ -107,11 +113,11 @@ class Control:
         return {info["name"]: _state(info) for info in self._call("getAllProcessInfo")}
 
     def start(self, name: str) -> None:
-        """Starts a program; does not wait for it."""
+        """Starts a program and returns at once."""
         self._call("startProcess", name, False)
 
     def stop(self, name: str) -> None:
-        """Tells a program to drain; does not wait for it. A program that is not running or not there is left alone."""
+        """Sends SIGTERM to a program and returns at once. Ignores one that is not running or not in the stack."""
         try:
             self._call("stopProcess", name, False)
         except Fault as fault:
@@ -119,14 +125,16 @@ class Control:
                 raise
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        # a connection of its own for each question: the transport cannot be used again after one that failed
+        # A new connection for each call: SupervisorTransport cannot be used again after a call that failed.
         transport = SupervisorTransport(None, None, f"unix://{self._socket}")
         try:
             return getattr(ServerProxy("http://127.0.0.1", transport=transport).supervisor, method)(*arguments)
-        except HTTPException as error:  # it ended while it was asked
+        # Callers handle one error, OSError, for a supervisor that ended before, during or right after a call.
+        except HTTPException as error:
             raise ConnectionError(f"the supervisor did not answer: {error}") from error
         except Fault as fault:
-            if fault.faultCode == Faults.SHUTDOWN_STATE:  # it still answers, but only this
+            # While it shuts down it answers every call with this fault.
+            if fault.faultCode == Faults.SHUTDOWN_STATE:
                 raise ConnectionError("the supervisor is ending") from fault
             raise
         finally:

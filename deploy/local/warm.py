@@ -1,6 +1,6 @@
-"""Starts broker and registry once and records what Java learned, so that every later start takes a third of the time.
+"""Starts broker and registry once and records Java's ahead-of-time caches; later starts take a third of the time.
 
-python -m deploy.local.warm      (called by deploy/install.py)
+python -m replayground.deploy.local.warm      (called by deploy/install.py)
 """
 
 import os
@@ -11,17 +11,18 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from deploy.local import kafka, registry
-from deploy.local.java import cache_file
-from deploy.local.kafka import Broker
-from deploy.local.ports import choose_ports
-from deploy.local.registry import SchemaRegistry
+from replayground.deploy.local import kafka, registry
+from replayground.deploy.local.java import cache_file
+from replayground.deploy.local.kafka import Broker
+from replayground.deploy.local.ports import choose_ports
+from replayground.deploy.local.registry import SchemaRegistry
 
 _START_SECONDS_MAX = 180.0
 _RECORD_SECONDS_MAX = 180.0
 
 
 def main() -> None:
+    # An old cache is removed first: if the recording fails, later starts run without one instead of with a wrong one.
     for part in ("kafka", "registry"):
         cache_file(part).parent.mkdir(parents=True, exist_ok=True)
         cache_file(part).unlink(missing_ok=True)
@@ -33,13 +34,16 @@ def main() -> None:
         broker_process = _spawn(kafka.command(broker, record=True), folder)
         registry_process = _spawn(registry.command(schema_registry, record=True), folder)
         try:
+            # When the registry answers, both have loaded the classes that a start needs.
             _wait_for(schema_registry.url + "/subjects")
         finally:
             registry_process.terminate()
-            time.sleep(2.0)  # it takes its leave of the broker first, and would wait for one that is gone
+            # The registry closes its Kafka clients when it ends, and would wait for a broker that is gone.
+            time.sleep(2.0)
             broker_process.terminate()
             for process in (registry_process, broker_process):
-                process.wait(_RECORD_SECONDS_MAX)  # each writes its cache after it has ended
+                # Java writes the cache while it exits, which takes longer than the exit itself.
+                process.wait(_RECORD_SECONDS_MAX)
 
 
 def _spawn(command: list[str], folder: str) -> "subprocess.Popen[bytes]":

@@ -1,4 +1,4 @@
-"""The commands that look after the log of a field: tail, lag, reconcile, acls, dead-letters, blobs, steer, submit."""
+"""The commands that work on the log of a field: tail, lag, reconcile, acls, dead-letters, blobs, steer, submit."""
 
 import sys
 import time
@@ -11,12 +11,12 @@ import typer
 from rich.live import Live
 from rich.table import Column, Table
 
-from deploy.options import FIELD, Field, RunOption, console, echo, echo_error
-from schemas.errors import BadInput
+from replayground.deploy.options import FIELD, Field, RunOption, console, echo, echo_error
+from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
-    from deploy.operate.lag import Row
-    from streams.log.kafka import KafkaLog
+    from replayground.deploy.operate.lag import Row
+    from replayground.streams.log.kafka import KafkaLog
 
 dead_letters = typer.Typer(
     help="Messages that a stage refused: list them, look at one, try again.", no_args_is_help=True
@@ -26,6 +26,7 @@ blobs = typer.Typer(
     help="Blobs: what is too large for the log. Remove those that no event names.", no_args_is_help=True
 )
 
+# The streams commit their offsets every two seconds by default: within less, a group may seem to stand still.
 _LOOK_SECONDS = 2.0
 
 
@@ -47,18 +48,21 @@ def tail(
 
     Examples:  replayground tail  ·  replayground tail messages --trajectory 3f2a  ·  replayground tail --type StepTaken --json
     """
-    from deploy.operate.requests import read_log
-    from deploy.operate.tail import EventFilter, as_json, line, topics_of
+    from replayground.deploy.operate.requests import read_log
+    from replayground.deploy.operate.tail import EventFilter, as_json, line, topics_of
 
+    # Topics and types are checked before the log is opened, which may start a whole field.
     wanted = EventFilter(None, task, trajectory, frozenset(kind or ()))
     names = topics_of(topics or [])
+    # A line for a file or a pipe is not cut to the width of a terminal.
     width = console.width if sys.stdout.isatty() else 10_000
     messages = None if from_beginning else lines
     try:
         for delivery in read_log(field, names, wanted, run, messages, lambda: follow, echo_error):
             print(as_json(delivery) if json else line(delivery, width), flush=True)
     except KeyboardInterrupt:
-        return  # that is how one stops reading
+        # Ctrl-C is the normal end of following; exit code 0.
+        return
 
 
 def acls(
@@ -69,22 +73,23 @@ def acls(
     principal: Annotated[str | None, typer.Option(help="Principal of a program; else User: and the username.")] = None,
     form: Annotated[str, typer.Option("--format", help="shell, a script of kafka-acls.sh; or json.")] = "shell",
 ) -> None:
-    """Print the ACLs that the programs need on a Kafka of one's own, made from what they are declared to read and write.
+    """Print the ACLs that the programs need on your own Kafka, derived from what they declare to read and write.
 
     Examples:  replayground acls field.toml > acls.sh  ·  replayground acls --prefix team- --principal 'User:team-{program}'
     """
-    from deploy.config import parse_config, read_toml
-    from schemas.acls import FORMATS, PRINCIPAL
-    from schemas.acls import acls as rights_of
-    from schemas.run import LogSettings
+    from replayground.deploy.config import parse_config, read_toml
+    from replayground.schemas.acls import FORMATS, PRINCIPAL
+    from replayground.schemas.acls import acls as rights_of
+    from replayground.schemas.run import LogSettings
 
     log = LogSettings() if config is None else parse_config(read_toml(config), config).log
     if form not in FORMATS:
         raise BadInput(f"--format {form} is unknown: use {' or '.join(FORMATS)}")
     user = principal or (f"User:{log.security.username}" if log.security.username else PRINCIPAL)
+    # Refused rather than allowed: one principal for all would give every program the rights of all of them.
     if "{program}" not in user:
         raise BadInput(
-            f"principal {user} is the same for all programs: with {{program}} in it, each has rights of its own"
+            f"principal {user} is the same for all programs: put {{program}} into it, so that each has its own rights"
         )
     print(FORMATS[form](rights_of(log.topic_prefix if prefix is None else prefix, user)), end="")
 
@@ -94,17 +99,17 @@ def lag(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds until Ctrl-C.")] = False,
     field: Field = FIELD,
 ) -> None:
-    """How far the groups of a run and of the field are behind the log, how fast they go, and how long they have before the
-    broker forgets what is unread. Without --run, of the only active run; of the field alone when none is active.
+    """Show lag and speed of the consumer groups of a run and of the field, and when retention removes what is unread.
+    Without --run, the groups of the only active run; when none is active, those of the field.
 
-    Exit code 1 when unread messages are about to be forgotten, or were.
+    Exit code 1 when retention is about to remove unread messages, or has removed some.
 
     Examples:  replayground lag  ·  replayground lag --run 20260713-0915 --watch
     """
-    from deploy.operate.lag import lags
-    from deploy.operate.requests import active_run
-    from deploy.runs import list_runs
-    from schemas.run import FIELD as THE_FIELD
+    from replayground.deploy.operate.lag import lags
+    from replayground.deploy.operate.requests import active_run
+    from replayground.deploy.runs import list_runs
+    from replayground.schemas.run import FIELD as THE_FIELD
 
     with _log_of(field) as log:
         states = list_runs(log)
@@ -115,6 +120,7 @@ def lag(
         else:
             run_id = THE_FIELD
         looks = lags(log, run_id)
+        # The first look only gives the second one something to compare with.
         next(looks)
         try:
             time.sleep(_LOOK_SECONDS)
@@ -138,17 +144,18 @@ def reconcile(
     run: RunOption = None,
     field: Field = FIELD,
 ) -> None:
-    """Compare the trace store with the log, partition by partition, by count and checksum. Exit code 1 when they differ.
-    Without --run, of all runs.
+    """Compare the trace store with the log by partition: count and checksum. Exit code 1 when they differ.
+    Without --run, compares all runs.
 
     Examples:  replayground reconcile  ·  replayground reconcile --repair  ·  replayground reconcile --run 20260713-0915
     """
-    from deploy.field import open_field
-    from deploy.operate.requests import traces_unreachable
-    from deploy.run_lifecycle import log_of
-    from deploy.traces_client import TracesClient
+    from replayground.deploy.field import open_field
+    from replayground.deploy.operate.requests import traces_unreachable
+    from replayground.deploy.run_lifecycle import log_of
+    from replayground.deploy.traces_client import TracesClient
 
     with open_field(field, echo_error) as (_, resolved):
+        # By the log and not by the trace store, which may lack the very run that is compared.
         with log_of(resolved) as log:
             run_id = None if run is None else _id_of(log, run)
         try:
@@ -176,9 +183,9 @@ def reconcile(
     disagreeing = [place for place in compared if not place.agrees]
     events = sum(place.log_events for place in compared)
     if disagreeing:
-        echo(f"{len(disagreeing)} of {len(compared)} partitions differ; `replayground reconcile --repair` mends them")
+        echo(f"{len(disagreeing)} of {len(compared)} partitions differ; `replayground reconcile --repair` repairs them")
         raise typer.Exit(1)
-    echo(f"✓ {events:,} events on {len(compared)} partitions, and the trace store says the same")
+    echo(f"✓ {events:,} events on {len(compared)} partitions: log and trace store agree")
 
 
 @dead_letters.command("list")
@@ -187,16 +194,16 @@ def list_dead_letters(
     run: RunOption = None,
     field: Field = FIELD,
 ) -> None:
-    """What was refused, and why.
+    """List rejected messages with the stage, the address and the reason.
 
     Example:  replayground dead-letters list --stage assemble
     """
-    from deploy.operate.dead_letters import dead_letters as found
+    from replayground.deploy.operate.dead_letters import dead_letters as found
 
     with _log_of(field) as log:
         letters = found(log, stage, None if run is None else _id_of(log, run))
     if not letters:
-        echo("nothing was refused")
+        echo("there are no dead letters")
         return
     table = Table("number", "refused at (UTC)", "stage", "came from", "because", box=None, padding=(0, 2))
     for letter in letters:
@@ -207,12 +214,12 @@ def list_dead_letters(
 
 @dead_letters.command()
 def show(number: Annotated[int, typer.Argument(help="Its number in the list.")], field: Field = FIELD) -> None:
-    """All that is known of one refused message.
+    """Show one rejected message: stage, reason, address, key and the decoded event.
 
     Example:  replayground dead-letters show 3
     """
-    from deploy.operate.dead_letters import dead_letters as found
-    from deploy.operate.dead_letters import describe, select
+    from replayground.deploy.operate.dead_letters import dead_letters as found
+    from replayground.deploy.operate.dead_letters import describe, select
 
     with _log_of(field) as log:
         (letter,) = select(found(log), [number])
@@ -233,12 +240,12 @@ def redrive(
 
     Examples:  replayground dead-letters redrive 3 4  ·  replayground dead-letters redrive --all --stage score
     """
-    from deploy.operate.dead_letters import dead_letters as found
-    from deploy.operate.dead_letters import redrive as write_again
-    from deploy.operate.dead_letters import select
+    from replayground.deploy.operate.dead_letters import dead_letters as found
+    from replayground.deploy.operate.dead_letters import redrive as write_again
+    from replayground.deploy.operate.dead_letters import select
 
     if bool(numbers) == every:
-        raise BadInput("name the dead letters to be tried again by number, or say --all")
+        raise BadInput("name the dead letters to write again by number, or use --all")
     with _log_of(field) as log:
         letters = found(log, stage, None if run is None else _id_of(log, run))
         taken = letters if every else select(letters, numbers or [])
@@ -256,14 +263,14 @@ def sweep_blobs(
 ) -> None:
     """Remove blobs that no event of any run on the log names any more.
 
-    All of the log is read for it, as bytes. When that cannot be done, nothing is removed and the exit code is 2.
+    This reads the whole log as bytes. If a part cannot be read, nothing is removed and the exit code is 2.
 
     Examples:  replayground blobs sweep --dry-run  ·  replayground blobs sweep --grace-hours 72
     """
-    from deploy.field import open_field
-    from deploy.operate.sweep import sweep
-    from deploy.run_lifecycle import log_of
-    from schemas.blobs import open_blobs
+    from replayground.deploy.field import open_field
+    from replayground.deploy.operate.sweep import sweep
+    from replayground.deploy.run_lifecycle import log_of
+    from replayground.schemas.blobs import open_blobs
 
     with open_field(field, echo_error) as (_, resolved), log_of(resolved) as log:
         store = open_blobs(resolved.run_of("operator"))
@@ -283,21 +290,22 @@ def steer(
     run: RunOption = None,
     field: Field = FIELD,
 ) -> None:
-    """Steer a run: pause asks for no more rollouts, resume goes on, drain is for good, cancel ends rollouts as cancelled.
-    Without --run, the only one that is active.
+    """Steer a run: pause (or drain) requests no more rollouts until resume; cancel ends rollouts as cancelled.
+    Without --run, the only active run.
 
     Examples:  replayground steer pause  ·  replayground steer cancel --session eval-v0021-sampled --reason "wrong split"
     """
-    from deploy.field import running_field
-    from deploy.operate.requests import active_run
-    from deploy.operate.steer import control_event
-    from deploy.run_lifecycle import log_of
-    from deploy.runs import list_runs
-    from schemas.ids import now_microseconds
+    from replayground.deploy.field import running_field
+    from replayground.deploy.operate.requests import active_run
+    from replayground.deploy.operate.steer import control_event
+    from replayground.deploy.run_lifecycle import log_of
+    from replayground.deploy.runs import list_runs
+    from replayground.schemas.ids import now_microseconds
 
     with log_of(running_field(field)[1]) as log:
         run_id = active_run(list_runs(log), run).run_id
         log.append(control_event(run_id, command, task, session, every, reason, now_microseconds()))
+        # The line below promises that the event is on the log.
         log.flush()
     echo(f"{command} of {run_id} is on the log")
 
@@ -311,7 +319,7 @@ def submit(
 
     Examples:  replayground submit tasks.jsonl  ·  my-generator | replayground submit - --run 20260713-0915
     """
-    from deploy.operate.requests import submit_lines
+    from replayground.deploy.operate.requests import submit_lines
 
     with _lines_of(file) as lines:
         run_id, submitted = submit_lines(field, lines, run, file)
@@ -321,6 +329,7 @@ def submit(
 
 @contextmanager
 def _lines_of(file: str) -> "Iterator[IO[bytes]]":
+    # As bytes: the lines are decoded and checked one by one, with their numbers.
     if file == "-":
         yield sys.stdin.buffer
         return
@@ -334,13 +343,13 @@ def _lines_of(file: str) -> "Iterator[IO[bytes]]":
 
 
 def _log_of(field: Path) -> "AbstractContextManager[KafkaLog]":
-    from deploy.operate.requests import operator_log
+    from replayground.deploy.operate.requests import operator_log
 
     return operator_log(field, echo_error)
 
 
 def _id_of(log: "KafkaLog", beginning: str) -> str:
-    from deploy.operate.requests import run_on_log
+    from replayground.deploy.operate.requests import run_on_log
 
     return run_on_log(log, beginning)
 
@@ -362,7 +371,7 @@ def _table_of_lags(rows: "list[Row]") -> Table:
 
 
 def _raise_alarm(rows: "list[Row]") -> None:
-    """Ends the command with exit code 1 when something unread is about to be forgotten."""
+    """Prints every alarm. Raises typer.Exit with code 1 when retention threatens unread messages of any group."""
     alarming = [row.expiry for row in rows if _is_alarming(row)]
     for expiry in alarming:
         console.print(str(expiry), style="red", markup=False, highlight=False, soft_wrap=True)

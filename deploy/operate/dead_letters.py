@@ -1,13 +1,13 @@
-"""`replayground dead-letters`: what was refused, why, and another try."""
+"""`replayground dead-letters`: lists rejected messages with their reasons and writes them again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from schemas.codec import Codec
-from schemas.errors import BadInput, Undecodable
-from schemas.events import EventRejected
-from streams.log.protocol import Log
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import BadInput, Undecodable
+from replayground.schemas.events import EventRejected
+from replayground.streams.log.protocol import Log
 
 _POLL_SECONDS = 0.5
 _EVENTS_MAX = 1000
@@ -15,7 +15,7 @@ _EVENTS_MAX = 1000
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """One refused message, numbered in the order of the topic."""
+    """One rejected message, numbered in the order of topic dead-letters."""
 
     number: int
     reject: EventRejected
@@ -26,17 +26,20 @@ class DeadLetter:
 
 
 def dead_letters(log: Log, stage: str | None = None, run_id: str | None = None) -> list[DeadLetter]:
-    """Everything that was refused, of one stage or of one run, each message once however often it was refused. Its number
-    does not depend on what is asked for."""
+    """All rejected messages, or those of one stage or run. Each message is listed once, however often it was rejected.
+    Reads the whole topic. Raises LogUnavailable."""
     reader = log.reader(["dead-letters"])
     found: dict[str, EventRejected] = {}
     try:
+        # To the end as it is now; a letter that is written meanwhile shows the next time.
         while not reader.caught_up():
             for delivery in reader.poll(_EVENTS_MAX, _POLL_SECONDS):
                 if isinstance(delivery.event, EventRejected):
+                    # Rejecting the same message again gives the same id, since the id is derived from its origin.
                     found.setdefault(delivery.event.meta.id, delivery.event)
     finally:
         reader.close()
+    # Numbered before the filter: a number means the same message whatever was asked for.
     numbered = [DeadLetter(number, reject) for number, reject in enumerate(found.values(), start=1)]
     return [
         letter
@@ -46,7 +49,7 @@ def dead_letters(log: Log, stage: str | None = None, run_id: str | None = None) 
 
 
 def select(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLetter]:
-    """The letters of these numbers. Raises BadInput."""
+    """The letters with these numbers. Raises BadInput for a number that does not exist."""
     by_number = {letter.number: letter for letter in letters}
     for number in numbers:
         if number not in by_number:
@@ -55,11 +58,12 @@ def select(letters: Sequence[DeadLetter], numbers: Sequence[int]) -> list[DeadLe
 
 
 def describe(codec: Codec, letter: DeadLetter) -> str:
-    """All that is known of a refused message."""
+    """A rejected message as text, decoded if possible. Raises LogUnavailable."""
     reject = letter.reject
     try:
         original = repr(codec.decode(reject.original))
     except Undecodable as error:
+        # Often the reason for the rejection: the beginning of the bytes is shown instead.
         original = f"cannot be read ({error}): {reject.original[:400]!r}"
     return (
         f"dead letter {letter.number}, {letter.moment}\n"
@@ -72,7 +76,8 @@ def describe(codec: Codec, letter: DeadLetter) -> str:
 
 
 def redrive(log: Log, letters: Sequence[DeadLetter]) -> None:
-    """Writes the messages again where they came from, as they were. Whoever took one already knows it by its id."""
+    """Writes the messages to their original topics again, byte for byte. Raises LogUnavailable."""
+    # Safe to repeat: a consumer that has processed a message recognises its id.
     for letter in letters:
         log.append_bytes(letter.reject.origin.topic, letter.reject.original_key, letter.reject.original)
     log.flush()

@@ -9,25 +9,25 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from deploy.options import FIELD, Field, RunArgument, RunOption, console, echo, echo_error
-from schemas.errors import BadInput
+from replayground.deploy.options import FIELD, Field, RunArgument, RunOption, console, echo, echo_error
+from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
-    from deploy.local.folder import FieldFolder, RunFolder, StackFolder
-    from deploy.local.stack import RunningStack
-    from deploy.resolve import ResolvedConfig
-    from deploy.traces_client import RunEntry
-    from streams.rules.runs import RunState
+    from replayground.deploy.local.folder import FieldFolder, RunFolder, StackFolder
+    from replayground.deploy.local.stack import RunningStack
+    from replayground.deploy.resolve import ResolvedConfig
+    from replayground.deploy.traces_client import RunEntry
+    from replayground.streams.rules.runs import RunState
 
 
 def status(run: RunArgument = None, field: Field = FIELD) -> None:
-    """What is running: the field and its active runs; with RUN, the programs of that run and how far it is.
+    """Show what is running: the field and its active runs; with RUN, the programs of that run and its progress.
 
     Examples:  replayground status  ·  replayground status 20260713-0915
     """
-    from deploy.field import attach_field, existing_field
-    from deploy.local.folder import is_locked
-    from deploy.resolve import load
+    from replayground.deploy.field import attach_field, existing_field
+    from replayground.deploy.local.folder import is_locked
+    from replayground.deploy.resolve import load
 
     folder = existing_field(field)
     if not is_locked(folder.path):
@@ -35,6 +35,7 @@ def status(run: RunArgument = None, field: Field = FIELD) -> None:
     else:
         echo(f"field {field}  {load(folder).page_url}")
         _print_parts(attach_field(folder))
+    # Runs on other machines are not shown: their supervisors cannot be asked from here.
     wanted = [_local_run(folder, run)] if run is not None else folder.running()
     for run_folder in wanted:
         _print_run(run_folder)
@@ -43,11 +44,11 @@ def status(run: RunArgument = None, field: Field = FIELD) -> None:
 
 
 def runs(field: Field = FIELD) -> None:
-    """All runs of the field, past and present, newest first. Answers with the field down, too.
+    """List all runs of the field, past and present, newest first. Works with the field down, too.
 
     Example:  replayground runs
     """
-    from deploy.operate.requests import listed_runs
+    from replayground.deploy.operate.requests import listed_runs
 
     columns = ("run", "job", "seed", "state", "steps", "pass@1", "started", "by")
     _print_table(columns, [_row_of(run) for run in listed_runs(field, echo_error)])
@@ -67,10 +68,11 @@ def logs(
 
     Examples:  replayground logs trainer  ·  replayground logs rollouts --run 20260713-0915 -n 100 -f
     """
-    from deploy.field import existing_field
+    from replayground.deploy.field import existing_field
 
     folder = existing_field(field)
     of_field = _logs_in(folder)
+    # Without --run the name may be a program of the field; otherwise it is looked up in the run.
     if run is None and program in of_field:
         files = [of_field[program]]
     else:
@@ -80,9 +82,11 @@ def logs(
             raise BadInput(f"there is no log of {program}; there are: {', '.join(known)}")
         files = [of_run[program]] if program is not None else list(of_run.values())
     try:
+        # -F and not -f: supervisord rotates log files, and tail must follow the name.
         subprocess.run(["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)], check=False)
     except KeyboardInterrupt:
-        return  # that is how one stops reading
+        # Ctrl-C is the normal end of following; exit code 0.
+        return
 
 
 def sql(
@@ -90,11 +94,11 @@ def sql(
     run: RunOption = None,
     field: Field = FIELD,
 ) -> None:
-    """Ask the traces of all runs a question in SQL, or of one run with --run. Answers with the field down, too.
+    """Query the traces of all runs in SQL, or of one run with --run. Works with the field down, too.
 
     Example:  replayground sql "SELECT run_id, type, count() FROM events GROUP BY ALL ORDER BY 3 DESC"
     """
-    from deploy.operate.requests import select
+    from replayground.deploy.operate.requests import select
 
     _print_answer(select(field, statement, run, echo_error))
 
@@ -104,9 +108,9 @@ def report(run: RunArgument = None, field: Field = FIELD) -> None:
 
     Examples:  replayground report  ·  replayground report 20260713-0915
     """
-    from deploy.field import open_field
-    from deploy.operate.requests import stored_run
-    from deploy.run_lifecycle import conclude
+    from replayground.deploy.field import open_field
+    from replayground.deploy.operate.requests import stored_run
+    from replayground.deploy.run_lifecycle import conclude
 
     with open_field(field, echo_error) as (folder, resolved):
         run_id = folder.latest_run().run_id if run is None else stored_run(resolved, run)
@@ -116,9 +120,9 @@ def report(run: RunArgument = None, field: Field = FIELD) -> None:
 
 
 def is_lost(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState") -> bool:
-    """True when the programs of an active run are gone: started here last, and its stack is not running; or without a
-    heartbeat for long, as the traces program says."""
-    from deploy.traces_client import TracesClient
+    """True when the programs of an active run are gone: its newest start was made here and its stack is not running, or
+    the traces program has seen no heartbeat for a while."""
+    from replayground.deploy.traces_client import TracesClient
 
     if _is_gone_here(folder, state.run_id, state.starts):
         return True
@@ -127,12 +131,14 @@ def is_lost(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState"
 
 
 def _is_gone_here(folder: "FieldFolder", run_id: str, start_number: int) -> bool:
-    from deploy.local.folder import is_locked
-    from deploy.resolve import load
+    """True when this start of the run was made here and its stack has ended."""
+    from replayground.deploy.local.folder import is_locked
+    from replayground.deploy.resolve import load
 
     run_folder = folder.run(run_id)
     if not run_folder.file.exists() or is_locked(run_folder.path):
         return False
+    # An older start that ended here says nothing about a newer one on another machine.
     return load(run_folder).start_number == start_number
 
 
@@ -141,7 +147,7 @@ def _local_run(folder: "FieldFolder", beginning: str) -> "RunFolder":
 
 
 def _only(run_ids: list[str], beginning: str) -> str:
-    from deploy.runs import only_id
+    from replayground.deploy.runs import only_id
 
     return only_id(run_ids, beginning)
 
@@ -160,11 +166,11 @@ def _print_parts(stack: "RunningStack") -> None:
 
 
 def _print_run(folder: "RunFolder") -> None:
-    from deploy.live import preparation_line, step_line
-    from deploy.local.folder import is_locked
-    from deploy.resolve import load
-    from deploy.run_lifecycle import attach_run
-    from deploy.traces_client import TracesClient
+    from replayground.deploy.live import preparation_line, step_line
+    from replayground.deploy.local.folder import is_locked
+    from replayground.deploy.resolve import load
+    from replayground.deploy.run_lifecycle import attach_run
+    from replayground.deploy.traces_client import TracesClient
 
     if not is_locked(folder.path):
         echo(f"\n{folder.run_id} is not running here")
@@ -177,7 +183,7 @@ def _print_run(folder: "RunFolder") -> None:
 
 
 def _row_of(run: "RunEntry") -> tuple[str, ...]:
-    from deploy.live import steps_text
+    from replayground.deploy.live import steps_text
 
     started = datetime.fromtimestamp(run.started_at / 1e6).strftime("%Y-%m-%d %H:%M")
     pass_at_1 = "" if run.pass_at_1 is None else f"{run.pass_at_1:.3f}"
@@ -192,11 +198,12 @@ def _print_answer(answer: dict[str, Any]) -> None:
 
 
 def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """A table for people, tab-separated lines for programs."""
+    """Prints a table in a terminal, else tab-separated lines."""
     if not console.is_terminal:
         print("\n".join("\t".join(row) for row in [columns, *rows]))
         return
     table = Table(*columns)
     for row in rows:
+        # As Text: values may contain square brackets, which Rich would read as markup.
         table.add_row(*(Text(value) for value in row))
     console.print(table)

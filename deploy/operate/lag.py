@@ -1,13 +1,13 @@
-"""`replayground lag`: how far each group is behind the log, how fast it goes, and what it may lose."""
+"""`replayground lag`: lag and speed of each consumer group, and the time until retention removes unread messages."""
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from consumers.lag_watch import expiries_of, groups_of
-from schemas.ids import now_microseconds
-from schemas.retention import Expiry
-from streams.log.protocol import GroupLag, Log
+from replayground.consumers.lag_watch import expiries_of, groups_of
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.retention import Expiry
+from replayground.streams.log.protocol import GroupLag, Log
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,19 @@ class Row:
     topic: str
     lag: int
     taken_per_second: float | None
-    "None at the first look"
+    "None in the first round, when there is nothing to compare with"
     arriving_per_second: float | None
     expiry: Expiry | None
-    "None where nothing unread can be forgotten"
+    "None where retention cannot remove anything unread"
 
 
 def lags(log: Log, run_id: str) -> Iterator[list[Row]]:
-    """All groups, look by look; the caller waits in between."""
+    """The rows of all groups, again with each `next`; the caller waits in between. Raises LogUnavailable."""
     before: dict[tuple[str, str], tuple[int, int]] = {}
     looked_at = time.monotonic()
     while True:
         now = time.monotonic()
+        # Not zero, for a caller that does not wait.
         seconds, looked_at = max(1e-9, now - looked_at), now
         expiries = {(expiry.group, expiry.topic): expiry for expiry in _expiries(log, run_id)}
         rows: list[Row] = []
@@ -47,7 +48,8 @@ def lags(log: Log, run_id: str) -> Iterator[list[Row]]:
 
 
 def _lag(log: Log, group: str, topic: str, group_lags: GroupLag) -> int:
-    """A topic that is written by transactions ends with their marks, which are no messages: nobody is behind for them."""
+    """The lag in messages; 0 when only transaction markers are unread."""
+    # A commit marker takes an offset and is never delivered, so the committed offset stays one behind the end.
     if group_lags.lag and log.unread(group, [topic])[topic].oldest_milliseconds is None:
         return 0
     return group_lags.lag

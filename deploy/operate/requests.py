@@ -1,7 +1,7 @@
-"""What the commands and the Python API (replayground.Field) ask of a field, in one place. Nothing here prints a result.
+"""Requests to a field that the commands and the Python API (replayground.Field) share. Nothing here prints a result.
 
-Each function takes the folder of a field and raises BadInput with one line for a person. `echo` is told when a field that is
-down is started for the time of the request, and stopped again.
+Each function takes the folder of a field and raises BadInput with one line for the user. `echo` is called when a field
+that is down is started for the time of the request, and when it is stopped again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,29 +12,29 @@ from typing import Any
 
 import msgspec
 
-from deploy.field import Say, open_field, running_field
-from deploy.local.folder import FieldFolder, is_locked
-from deploy.operate.tail import EventFilter, tail
-from deploy.resolve import ResolvedConfig
-from deploy.run_lifecycle import log_of, resolved_run
-from deploy.runs import find_run, list_runs, only_id
-from deploy.traces_client import RunEntry, TracesClient
-from producers.submission import SubmissionResult, submit
-from schemas.errors import BadInput
-from streams.log.kafka import KafkaLog
-from streams.log.protocol import Delivery
-from streams.rules.runs import RunState
+from replayground.deploy.field import Say, open_field, running_field
+from replayground.deploy.local.folder import FieldFolder, is_locked
+from replayground.deploy.operate.tail import EventFilter, tail
+from replayground.deploy.resolve import ResolvedConfig
+from replayground.deploy.run_lifecycle import log_of, resolved_run
+from replayground.deploy.runs import find_run, list_runs, only_id
+from replayground.deploy.traces_client import RunEntry, TracesClient
+from replayground.producers.submission import SubmissionResult, submit
+from replayground.schemas.errors import BadInput
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.log.protocol import Delivery
+from replayground.streams.rules.runs import RunState
 
 
 def listed_runs(path: Path, echo: Say) -> list[RunEntry]:
-    """All runs of the field, newest first. With the field down, its trace store alone is started."""
+    """All runs of the field, newest first. If the field is down, only its traces program is started."""
     with open_field(path, echo, needs_log=False) as (folder, resolved):
         listed = _listed(resolved)
     return [msgspec.structs.replace(run, state=_state_here(folder, run)) for run in listed]
 
 
 def select(path: Path, statement: str, run: str | None, echo: Say) -> dict[str, Any]:
-    """Columns and rows of a SELECT over all runs, or over one. With the field down, its trace store alone is started."""
+    """Columns and rows of a SELECT over all runs or over one. If the field is down, its traces program is started."""
     with open_field(path, echo, needs_log=False) as (_, resolved):
         try:
             run_id = None if run is None else stored_run(resolved, run)
@@ -52,17 +52,19 @@ def read_log(
     goes_on: Callable[[], bool],
     echo: Say,
 ) -> Iterator[Delivery]:
-    """Messages of these topics, as deploy.operate.tail reads them. With the field down, all of it is started."""
+    """Messages of these topics as deploy.operate.tail yields them. If the field is down, all of it is started."""
     with operator_log(path, echo) as log:
         if run is not None:
+            # The filter compares whole ids; the user may have given only the beginning.
             wanted = replace(wanted, run=run_on_log(log, run))
         yield from tail(log, topics, wanted, messages, goes_on)
 
 
 def submit_lines(path: Path, lines: Iterable[bytes], run: str | None, source: str) -> tuple[str, SubmissionResult]:
-    """Adds tasks to an active run; returns its id and what came of it. The field must be up."""
+    """Adds tasks to an active run; returns the id of the run and the counts. The field must be up."""
     folder, on = running_field(path)
     with log_of(on) as log:
+        # The config of the run from the log, since the run may have been started on another machine.
         told = resolved_run(folder, on, active_run(list_runs(log), run))
         sampling = told.config.feeder.sampling
         return told.run_id, submit(lines, told.run_of("operator"), log, sampling=sampling, source=source)
@@ -70,23 +72,23 @@ def submit_lines(path: Path, lines: Iterable[bytes], run: str | None, source: st
 
 @contextmanager
 def operator_log(path: Path, echo: Say) -> Iterator[KafkaLog]:
-    """The log of the field, which is started for the time of the block if it is not running."""
+    """The log of the field. If the field is down, it is started for the time of the block."""
     with open_field(path, echo) as (_, resolved), log_of(resolved) as log:
         yield log
 
 
 def run_on_log(log: KafkaLog, beginning: str) -> str:
-    """The id of a run on the log by its beginning."""
+    """The id of the only run on the log that begins with `beginning`. Raises BadInput."""
     return find_run(list_runs(log).values(), beginning).run_id
 
 
 def stored_run(resolved: ResolvedConfig, beginning: str) -> str:
-    """The id of a run in the trace store by its beginning."""
+    """The id of the only run in the trace store that begins with `beginning`. Raises BadInput."""
     return only_id([run.run_id for run in _listed(resolved)], beginning)
 
 
 def active_run(states: Mapping[str, RunState], beginning: str | None) -> RunState:
-    """The run that is meant: by the beginning of its id, else the only active one."""
+    """The active run whose id begins with `beginning`; without it, the only active run. Raises BadInput."""
     if beginning is not None:
         state = find_run(states.values(), beginning)
         if not state.is_active:
@@ -112,7 +114,8 @@ def _listed(resolved: ResolvedConfig) -> list[RunEntry]:
 
 
 def _state_here(folder: FieldFolder, run: RunEntry) -> str:
-    """What the store says, corrected by what is known here at once: heartbeats take half a minute to be missed."""
+    """The state of a run according to the trace store, corrected by its folder on this machine."""
+    # The store calls a run lost only when its heartbeats have been missing for a while; a free lock shows it at once.
     run_folder = folder.run(run.run_id)
     if run.state == "running" and run_folder.file.exists() and not is_locked(run_folder.path):
         return "lost"

@@ -1,10 +1,10 @@
-"""An operator's word to all programs of a run: pause, resume, drain, or cancel."""
+"""`replayground steer`: pause, resume, drain or cancel as a ControlIssued event for the programs of a run."""
 
 from typing import Literal, get_args
 
-from schemas.errors import BadInput
-from schemas.events import ControlIssued, Meta
-from schemas.ids import new_id
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import ControlIssued, Meta
+from replayground.schemas.ids import new_id
 
 type Steering = Literal["pause", "resume", "drain", "cancel"]
 STEERINGS: tuple[str, ...] = get_args(Steering.__value__)
@@ -13,16 +13,15 @@ STEERINGS: tuple[str, ...] = get_args(Steering.__value__)
 def control_event(
     run_id: str, command: str, task: str | None, session: str | None, every: bool, reason: str, now: int
 ) -> ControlIssued:
-    """The command as a fact. Raises BadInput for a command that does not exist or a cancellation of nothing."""
+    """The event of a command. Raises BadInput for an unknown command or options that do not fit it."""
     if command not in STEERINGS:
-        raise BadInput(f"there is no command {command!r}: say one of {', '.join(STEERINGS)}")
+        raise BadInput(f"there is no command {command!r}: use one of {', '.join(STEERINGS)}")
+    # Exactly one, so that a mistyped option cannot cancel more than was meant.
     named = [name for name in (task, session, every or None) if name is not None]
     if command == "cancel" and len(named) != 1:
-        raise BadInput(
-            "say what is to be cancelled: --task ID, --session NAME, or --all for everything asked for so far"
-        )
+        raise BadInput("name what to cancel: --task ID, --session NAME, or --all for everything requested so far")
     if command != "cancel" and named:
-        raise BadInput(f"{command} is about the whole run: leave out --task, --session and --all")
+        raise BadInput(f"{command} applies to the whole run: leave out --task, --session and --all")
     return ControlIssued(
         meta=Meta(
             id=new_id(),

@@ -1,4 +1,4 @@
-"""`replayground tail`: what stands on the log, decoded, as it comes."""
+"""`replayground tail`: follows topics of the log, decoded."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from schemas.errors import BadInput
-from schemas.events import EVENTS, Event
-from schemas.topics import TOPIC_BY_NAME, TOPICS
-from streams.log.protocol import Delivery, Log
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import EVENTS, Event
+from replayground.schemas.topics import TOPIC_BY_NAME, TOPICS
+from replayground.streams.log.protocol import Delivery, Log
 
 _POLL_SECONDS = 0.5
 _EVENTS_MAX = 1000
@@ -18,7 +18,7 @@ _EVENTS_MAX = 1000
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Which events to show; what is not set does not matter."""
+    """Which events to show; a field that is None or empty does not filter."""
 
     run: str | None = None
     task: str | None = None
@@ -31,8 +31,9 @@ class EventFilter:
             raise BadInput(f"there is no event {name}; there are: {', '.join(sorted(known))}")
 
     def holds(self, delivery: Delivery) -> bool:
-        """A message that cannot be read is shown unless something is asked for that it does not have."""
+        """True when a message passes the filter."""
         event = delivery.event
+        # An undecodable message has no ids and no type: it is shown only without a filter.
         if event is None:
             return not (self.run or self.task or self.trajectory or self.types)
         meta = event.meta
@@ -45,24 +46,26 @@ class EventFilter:
 
 
 def topics_of(names: Sequence[str]) -> list[str]:
-    """The topics to read; all but the heartbeats' when none is named. Raises BadInput."""
+    """The topics to read; all but control when none is named. Raises BadInput for an unknown topic."""
     for name in names:
         if name not in TOPIC_BY_NAME:
             raise BadInput(f"there is no topic {name}; there are: {', '.join(TOPIC_BY_NAME)}")
+    # Heartbeats on control, one per program every two seconds, would drown everything else.
     return list(names) or [topic.name for topic in TOPICS if topic.name != "control"]
 
 
 def tail(
     log: Log, topics: Sequence[str], wanted: EventFilter, messages: int | None, goes_on: Callable[[], bool]
 ) -> Iterator[Delivery]:
-    """Messages from so many before the end of each partition on (None: from the beginning), for as long as `goes_on`
-    says so; at least once up to the end."""
+    """Yields messages, from `messages` before the end of each partition on, or from the beginning with None. Reads at
+    least to the current end, and on while `goes_on` returns True. Raises LogUnavailable."""
     reader = log.reader(topics)
     try:
         if messages is not None:
             reader.seek_before_end(messages)
         while True:
             yield from filter(wanted.holds, reader.poll(_EVENTS_MAX, _POLL_SECONDS))
+            # caught_up first: goes_on is asked only at the end of the log, so a single pass is always complete.
             if reader.caught_up() and not goes_on():
                 return
     finally:
@@ -70,7 +73,7 @@ def tail(
 
 
 def line(delivery: Delivery, width: int) -> str:
-    """One message in one line."""
+    """A message as one line, cut to `width`."""
     address = f"{delivery.address.topic}/{delivery.address.partition}@{delivery.address.offset}"
     if delivery.event is None:
         return f"{'-':12}  {address:24}  undecodable  {delivery.undecodable}"[:width]
@@ -83,7 +86,7 @@ def line(delivery: Delivery, width: int) -> str:
 
 
 def as_json(delivery: Delivery) -> str:
-    """All of a message, for programs. Bytes are base64."""
+    """A message with all its fields as one JSON object. Bytes are base64."""
     address = msgspec.to_builtins(delivery.address)
     if delivery.event is None:
         return msgspec.json.encode({"address": address, "undecodable": delivery.undecodable}).decode()
@@ -93,7 +96,7 @@ def as_json(delivery: Delivery) -> str:
 
 
 def _body(event: Event) -> dict[str, object]:
-    """The event without its envelope and without what is empty; bytes by their length."""
+    """The fields of an event without its envelope and without empty fields; bytes are replaced by their length."""
     body = msgspec.to_builtins(event, builtin_types=(bytes,))
     del body["meta"]
     return {name: f"{len(value)} bytes" if isinstance(value, bytes) else value for name, value in body.items() if value}

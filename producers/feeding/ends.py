@@ -1,8 +1,9 @@
 """ends: how many tasks of a session have ended, each counted once.
 
-Sessions that end (demonstrations, evaluations) remember every task that ended until all have. Training need not end: copies of
-an AttemptEnded stand on the partition of the first one, a crash of the streams away, so the newest ends of every partition are
-remembered. A copy from further away would make the feeder keep one task more in advance, and nothing else.
+Sessions with an end (demonstrations, evaluations) remember every ended task until all have ended. Training may have no
+end, so only the newest ended tasks of each partition are remembered. That is enough for copies that a crash of the
+streams makes: they are on the partition of the first one, and close to it. A copy from further back makes the feeder
+keep one task more in advance, and nothing else.
 """
 
 import hashlib
@@ -10,23 +11,24 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from schemas.events import AttemptEnded
+from replayground.schemas.events import AttemptEnded
 
 RECENT_ENDS = 256
-"tasks by partition that a copy of their end is recognised of; the streams commit several times in so many"
+"ended tasks of each partition whose copies are recognised; the streams commit several times within so many"
 
 
 def counts(event: AttemptEnded) -> bool:
-    """A member is filled by an attempt that ended otherwise than by the infrastructure's fault."""
+    """Whether an end fills its member. After infra_error the member is requested again."""
     return event.ended_by != "infra_error" and event.meta.purpose != "replay"
 
 
 def short_name(task_id: str) -> bytes:
+    # 8 bytes instead of 36 keep the snapshot small.
     return hashlib.blake2b(task_id.encode(), digest_size=8).digest()
 
 
 class FiniteEnds:
-    """Of a session whose tasks have one member each. Pure."""
+    """Ends of a session whose tasks have one member each. Pure."""
 
     def __init__(self, ended: Iterable[bytes] = ()) -> None:
         self._ended = set(ended)
@@ -42,16 +44,16 @@ class FiniteEnds:
 
 
 class PartitionEnds(Struct):
-    """Of one partition, in its order."""
+    """Ends of training on one partition, in the order of the partition."""
 
     ended: int = 0
     open: dict[bytes, list[int]] = {}
-    "members that ended, of groups of which not all have"
+    "indexes of ended members, by group that has not ended"
     recent: list[bytes] = []
 
 
 class EndlessEnds:
-    """Of the session of training. Pure."""
+    """Ends of the training session. Pure."""
 
     def __init__(self, partitions: dict[int, PartitionEnds] | None = None) -> None:
         self._partitions = {
@@ -60,6 +62,7 @@ class EndlessEnds:
         }
 
     def __len__(self) -> int:
+        """Number of ended training tasks of the run."""
         return sum(partition.ended for partition in self._partitions.values())
 
     def note(self, event: AttemptEnded, partition: int) -> None:
@@ -80,10 +83,12 @@ class _Partition:
 
     def note(self, event: AttemptEnded) -> None:
         name = short_name(event.meta.task_id or "")
+        # A copy of an end of a task that was counted.
         if name in self.recent:
             return
         members = {*self.open.get(name, ()), event.index}
         if len(members) < event.group_size:
+            # A list, because msgpack has no sets; sorted, so that equal facts give equal bytes.
             self.open[name] = sorted(members)
             _trim(self.open)
             return
@@ -95,6 +100,7 @@ class _Partition:
 
 
 def _trim[Value](newest: dict[bytes, Value]) -> None:
-    """By the order of the partition. Open groups are far fewer, but for copies of ends that were forgotten."""
+    """Drops the oldest entry beyond RECENT_ENDS, in the order of the partition."""
+    # Open groups are far fewer. The limit is for groups that a copy of a forgotten end opens again: they never end.
     if len(newest) > RECENT_ENDS:
         del newest[next(iter(newest))]

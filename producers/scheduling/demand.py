@@ -1,7 +1,8 @@
-"""demand: tasks that wait to be requested, and which comes next: the oldest, or by curriculum.
+"""demand: the tasks that wait to be requested, and which comes next: the oldest, or by curriculum.
 
-The curriculum chooses a family (streams.rules.curriculum) and takes the oldest task of it. What it knows is a fold of the
-log, in any order; each choice follows from that, the seed of the run and the number of groups asked for before.
+The curriculum draws a family of tasks (streams.rules.curriculum) and takes its oldest task. Its knowledge is a fold of
+the log, in any order. Each draw depends on that, the seed of the run and the number of groups requested before, so a
+restarted scheduler draws the same.
 """
 
 from bisect import bisect_left, insort
@@ -10,17 +11,17 @@ from fractions import Fraction
 
 from msgspec import Struct
 
-from producers.config import SchedulerSettings
-from producers.scheduling.ledger import GroupOutcome, GroupRequest
-from producers.scheduling.newest import Newest
-from producers.tasks import TRAINING
-from schemas.events import Purpose
-from streams.rules.curriculum import PassRateBand, PassRates, draw_family, family_of
+from replayground.producers.config import SchedulerSettings
+from replayground.producers.scheduling.ledger import GroupOutcome, GroupRequest
+from replayground.producers.scheduling.newest import Newest
+from replayground.producers.tasks import TRAINING
+from replayground.schemas.events import Purpose
+from replayground.streams.rules.curriculum import PassRateBand, PassRates, draw_family, family_of
 
 TRAINING_TASKS_WAITING_MAX = 1024
-"""With a curriculum, a training task of the feeder is let go when it still waits after so many newer ones: families that are
-never chosen would otherwise hold all of their tasks for ever. Tasks that somebody submitted are never let go, and push none
-out: the feeder makes new tasks only when those it made have ended."""
+"""With a curriculum, a training task of the feeder is dropped when it still waits after so many newer ones. Otherwise
+families that are never drawn would keep all their tasks for ever. Tasks that somebody submitted are never dropped, and
+drop none: the feeder makes new tasks only when those it made have ended."""
 
 type QueueKey = tuple[Purpose, int | None]
 "Purpose and required version of an evaluation or a demonstration."
@@ -29,17 +30,19 @@ type QueueKey = tuple[Purpose, int | None]
 class DemandState(Struct, frozen=True):
     newest: list[tuple[int, str]]
     rates: dict[str, dict[int, tuple[str, int]]]
+    rates_oldest: float | None = None
+    "versions before this one are not observed any more"
 
 
 class Demand:
-    """Group requests that wait. Pure."""
+    """The group requests that wait. Pure."""
 
     def __init__(self, settings: SchedulerSettings, seed: int) -> None:
         self._settings = settings
         self._seed = seed
         self._queues: dict[QueueKey, _Queue] = {}
         self._families: dict[str, _Queue] = {}
-        "training tasks; one family for all when there is no curriculum"
+        "training tasks by family; all in one family when there is no curriculum"
         self._newest: Newest[tuple[int, str]] = Newest(TRAINING_TASKS_WAITING_MAX)
         self._rates = PassRates(settings.curriculum_half_life_versions)
         self._band = PassRateBand(
@@ -55,6 +58,7 @@ class Demand:
 
     def note_submitted(self, ask: GroupRequest) -> None:
         """Call it once for every task, whether it waits or not."""
+        # Also tasks that were requested already: the floor must not depend on the order of reading.
         if _is_from_feeder(ask) and self._has_curriculum:
             self._newest.add(ask.order)
 
@@ -65,37 +69,40 @@ class Demand:
             self._queues.setdefault(_queue_key(ask), _Queue()).add(ask)
 
     def remove(self, ask: GroupRequest) -> None:
-        """It waits no longer."""
+        """It does not wait any longer. It must be one that waits."""
         if ask.purpose == "train":
             _remove(self._families, self._family_of(ask), ask)
         else:
             _remove(self._queues, _queue_key(ask), ask)
 
     def is_overtaken(self, ask: GroupRequest) -> bool:
-        """Whether a training task that was not asked for has waited too long."""
+        """Whether a training task that was not requested has waited too long."""
         floor = self._newest.floor
         return floor is not None and _is_from_feeder(ask) and ask.order < floor
 
     def waiting_too_long(self) -> list[GroupRequest]:
-        """They still wait until they are removed."""
+        """Training tasks that have waited too long. They stay in the queue until `remove`."""
         floor = self._newest.floor
         if floor is None:
             return []
         return [ask for queue in self._families.values() for ask in queue.before(floor) if _is_from_feeder(ask)]
 
     def next(self, purpose: Purpose, can_be_served: Callable[[GroupRequest], bool]) -> GroupRequest | None:
-        """The oldest group request that can be served now, of the lowest required version first; not for training."""
+        """The oldest group request that can be served now, of the lowest required version first. Not for training."""
+        # Only the first of each queue: all of a queue need the same version, so either all can be served or none.
         keys = sorted((place for place in self._queues if place[0] == purpose), key=lambda place: place[1] or -1)
         firsts = (self._queues[place].first for place in keys)
         return next((ask for ask in firsts if can_be_served(ask)), None)
 
     def next_training(self, version: int, groups_asked: int) -> GroupRequest:
-        """The next training task; there must be one. `version` is the newest, `groups_asked` numbers the draw."""
+        """The next training task; there must be one. `version` is the newest weight version, `groups_asked` the number
+        of the draw."""
         worths = {family: self._rates.worth(family, version, self._band) for family in self._families}
+        # With one family (no curriculum) the draw has one outcome: the oldest task.
         return self._families[draw_family(worths, self._seed, groups_asked)].first
 
     def observe(self, ask: GroupRequest, judged: GroupOutcome) -> None:
-        """What came of a training task. Call it once for each."""
+        """Updates the pass rates with the result of a training task. Call it once for each."""
         if self._has_curriculum and judged.version is not None:
             self._rates.observe(self._family_of(ask), judged.version, judged.reward_mean, judged.members)
 
@@ -103,14 +110,16 @@ class Demand:
         self._rates.forget_before(version)
 
     def state(self) -> DemandState:
-        """What the ledger does not tell."""
+        """What cannot be found again from the ledger."""
         seen = self._rates.seen
         return DemandState(
             newest=list(self._newest),
             rates={
+                # Exact fractions as text: floats would make the sum depend on the order of reading.
                 family: {at: (str(rewards), count) for at, (rewards, count) in sorted(by_version.items())}
                 for family, by_version in sorted(seen.items())
             },
+            rates_oldest=self._rates.oldest,
         )
 
     def restore(self, state: DemandState) -> None:
@@ -119,7 +128,8 @@ class Demand:
             {
                 family: {at: (Fraction(rewards), count) for at, (rewards, count) in by_version.items()}
                 for family, by_version in state.rates.items()
-            }
+            },
+            state.rates_oldest,
         )
 
     @property
@@ -131,7 +141,7 @@ class Demand:
 
 
 class _Queue:
-    """Group requests in the order of their submission."""
+    """Group requests in the order of submission, in whatever order they were added."""
 
     def __init__(self) -> None:
         self._orders: list[tuple[int, str]] = []
@@ -149,6 +159,7 @@ class _Queue:
         self._asks[ask.task_id] = ask
 
     def remove(self, ask: GroupRequest) -> None:
+        # The orders are sorted, so the position is found without a scan of all that waits.
         place = bisect_left(self._orders, ask.order)
         assert self._orders[place] == ask.order, "the neighbour of a task that does not wait would be removed"
         del self._orders[place]
@@ -159,7 +170,7 @@ class _Queue:
 
 
 def _is_from_feeder(ask: GroupRequest) -> bool:
-    """Whether the feeder drew the task, in advance and perhaps more of them than are played."""
+    """Whether it is a training task of the feeder, which draws tasks in advance, perhaps more than are played."""
     return ask.purpose == "train" and ask.session_id == TRAINING
 
 
@@ -169,5 +180,6 @@ def _queue_key(ask: GroupRequest) -> QueueKey:
 
 def _remove[Key](queues: dict[Key, _Queue], key: Key, ask: GroupRequest) -> None:
     queues[key].remove(ask)
+    # An empty queue must go: has_training asks for queues, and families are drawn among them.
     if not queues[key]:
         del queues[key]

@@ -1,5 +1,6 @@
-"""members: the places of groups under way. Which were asked for, which have ended or failed, and which are to be asked for
-again or given up. What it knows of a member stands in the ledger; times of repairs are its own and begin anew at a restart.
+"""members: which members of open groups were requested, have ended or failed, and which to request again or give up.
+
+What is known of a member is in the ledger. Only the times of due retries are kept here: they start anew at a restart.
 """
 
 import heapq
@@ -7,15 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from producers.config import SchedulerSettings
-from producers.scheduling.ledger import Group, GroupRequest, Ledger, Member, MemberRequest
-from producers.scheduling.newest import Newest
-from schemas.events import RETRY_MAX, AttemptEnded, EventRejected, RolloutRequested
-from schemas.ids import derived_id
+from replayground.producers.config import SchedulerSettings
+from replayground.producers.scheduling.ledger import Group, GroupRequest, Ledger, Member, MemberRequest
+from replayground.producers.scheduling.newest import Newest
+from replayground.schemas.events import RETRY_MAX, AttemptEnded, EventRejected, RolloutRequested
+from replayground.schemas.ids import derived_id
 
 SECONDS_SAMPLED = 256
-"""In how many seconds with a success, the newest ones, an outage is looked for. It is looked for between the last two
-failures of a member, which lie minutes back at most."""
+"""How many of the newest seconds with a success are remembered, to recognise an outage. They are compared with the last
+two failures of a member, which lie minutes back at most."""
 
 
 def request_id(task_id: str, index: int, retry: int) -> str:
@@ -28,7 +29,7 @@ def trajectory_id(task_id: str, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MemberAction:
-    """Request a member, with this retry number; or give it up, and why."""
+    """Request a member with this retry number, or, with a reason, give it up."""
 
     ask: GroupRequest
     index: int
@@ -43,19 +44,20 @@ class Members:
         self._ledger = ledger
         self._settings = settings
         self.seconds_sampled: Newest[int] = Newest(SECONDS_SAMPLED)
-        "in which a rollout that a server sampled came to an end that counts"
+        "the newest seconds in which a sampled rollout ended other than by infra_error"
         self._open: dict[str, int] = {}
-        "members not ended, of each group that is taken up"
+        "members not ended, by open group"
         self._open_by_purpose: Counter[str] = Counter()
         self._unsettled: set[str] = set()
-        "groups that want a look: a member is missing or has failed"
+        "groups to look at: a member may be missing or may have failed"
+        # Two heaps by due time: retries to make, and requests whose end is overdue.
         self._repairs: list[tuple[int, str, int]] = []
         self._repairs_due: set[tuple[str, int]] = set()
         self._overdue: list[tuple[int, str, int, int]] = []
         self._closed: set[tuple[str, int]] = set()
-        "members closed by us, whose end has not come back from the log yet"
+        "members that we closed, whose end has not come back from the log yet"
         self._refused: dict[str, dict[str, int]] = {}
-        "requests that no worker could read, by trajectory, until it is known whose they are"
+        "requests that no worker could decode, by trajectory, until assign_refused finds their group"
 
     # what happened
 
@@ -63,6 +65,7 @@ class Members:
         member = group.member(event.index)
         asked = MemberRequest(event.meta.timestamp, event.deadline)
         known = member.requests.get(event.retry)
+        # A copy of a request with another time: the later one counts, in whatever order they are read.
         if known is None or (known.deadline, known.at) < (asked.deadline, asked.at):
             member.requests[event.retry] = asked
             heapq.heappush(self._overdue, (self._due(asked), group_id, event.index, event.retry))
@@ -72,22 +75,25 @@ class Members:
         member = group.member(event.index)
         if event.ended_by == "infra_error":
             request, at = event.meta.correlation_id or "", event.meta.timestamp
+            # The earliest of several ends, so that the order of reading does not matter.
             member.failed[request] = min(at, member.failed.get(request, at))
             self._unsettled.add(group_id)
         else:
             member.is_ended = True
 
     def note_sampled(self, event: AttemptEnded) -> None:
+        # Only ends with a weight version prove that a server works: demonstrations need none.
         if event.policy_version_oldest is not None and event.ended_by != "infra_error":
             self.seconds_sampled.add(event.meta.timestamp // 1_000_000)
 
     def note_refused(self, trajectory: str, event: EventRejected) -> None:
         """A request for this trajectory is in the dead letters."""
+        # A dead letter has the key of the message only, so its group is looked up later (assign_refused).
         refused = self._refused.setdefault(trajectory, {})
         refused[event.meta.id] = min(event.meta.timestamp, refused.get(event.meta.id, event.meta.timestamp))
 
     def restore(self, group_id: str, group: Group) -> None:
-        """Looks at a group of a snapshot as if its facts had just been read."""
+        """Schedules a look at a group from a snapshot, as if its facts had just been read."""
         self._unsettled.add(group_id)
         for index, member in group.members.items():
             for retry, asked in member.requests.items():
@@ -96,7 +102,7 @@ class Members:
     # how many are under way
 
     def count(self, group_id: str, purpose: str, members: int) -> None:
-        """So many members of the group are asked for and have not ended."""
+        """Sets how many members of the group are requested and have not ended."""
         assert members >= 0
         self._open_by_purpose[purpose] += members - self._open.pop(group_id, 0)
         assert self._open_by_purpose[purpose] >= 0, "a group is counted under one purpose"
@@ -113,9 +119,12 @@ class Members:
     # what follows
 
     def next(self, now: int, can_be_served: Callable[[GroupRequest], bool]) -> Iterator[MemberAction]:
-        """Members that a crash left out, and those that failed and have waited long enough."""
+        """Members to request: those that a crash left out, and those that failed and have waited long enough. Of the
+        latter some are to be given up."""
         self._find_overdue(now)
+        # Taken out first: the requests that the caller makes of these actions add groups again.
         unsettled, self._unsettled = self._unsettled, set()
+        # Sorted, so that decisions do not depend on the hash order of a set.
         for group_id in sorted(unsettled):
             group = self._ledger.find(group_id)
             if group is not None and group.ask is not None and group.is_asked:
@@ -123,7 +132,7 @@ class Members:
         yield from self._repair(now, can_be_served)
 
     def close(self, group_id: str, index: int) -> bool:
-        """True when a member has neither ended nor been closed: whoever calls closes it."""
+        """Marks a member as closed; the caller then writes its end. False when it has ended or is closed already."""
         group = self._ledger.find(group_id)
         if group is None or group.member(index).is_ended or (group_id, index) in self._closed:
             return False
@@ -138,34 +147,40 @@ class Members:
         self._repairs_due.difference_update([(group_id, index) for index in group.members])
 
     def assign_refused(self) -> None:
-        """Finds the members that refused requests were for, by the ids of all trajectories of open tasks: a request that cannot
-        be read says no more. Call it when everything has been read. There is next to never something to do."""
+        """Finds the members of requests that no worker could decode. Call it when everything has been read."""
+        # Almost always: the search below goes through every trajectory id of every open task.
         if not self._refused:
             return
         for group_id, group in self._ledger:
-            if group.ask is not None:  # asked for or not: whoever reads all of it at once sees the request as well
+            # Also groups that were not requested: a scheduler that reads request and dead letter at once keeps both,
+            # and its state must be the same.
+            if group.ask is not None:
                 for index in range(group.ask.task.group_size):
                     refused = self._refused.get(trajectory_id(group.ask.task_id, index))
                     if refused:
                         group.member(index).refused.update(refused)
                         self._unsettled.add(group_id)
+        # What is left belongs to no open task: it is dropped.
         self._refused = {}
 
     def _find_overdue(self, now: int) -> None:
-        """A request whose end was never seen has failed: its worker died and nobody took it over."""
+        """Marks groups with a request whose end was not seen in time: its worker died and no other took it over."""
         while self._overdue and self._overdue[0][0] <= now:
             _, group_id, index, retry = heapq.heappop(self._overdue)
             group = self._ledger.find(group_id)
+            # Entries are not removed from the heap when a request ends or is retried: those are skipped here.
             if group is not None and group.member(index).retry == retry and not group.member(index).is_ended:
                 self._unsettled.add(group_id)
 
     def _settle(self, group_id: str, ask: GroupRequest, group: Group, now: int) -> Iterator[MemberAction]:
         for index in range(ask.task.group_size):
             member, place = group.member(index), (group_id, index)
+            # The scheduler died between two requests of a group: the group must be requested in full.
             if member.retry < 0 and not member.is_ended and place not in self._closed:
                 yield MemberAction(ask, index, 0)
             elif self._has_failed(ask, index, member, now) and place not in self._repairs_due:
                 self._repairs_due.add(place)
+                # The exponent is capped: during an outage there are many more retries than retries_max.
                 wait_seconds = self._settings.retry_seconds * 2 ** min(member.retry, self._settings.retries_max)
                 heapq.heappush(self._repairs, (now + int(wait_seconds * 1e6), group_id, index))
 
@@ -176,9 +191,11 @@ class Members:
             if group is None or group.ask is None:
                 continue
             member = group.member(index)
+            # A late end may have come while the retry waited.
             if not self._has_failed(group.ask, index, member, now):
                 self._repairs_due.discard((group_id, index))
             elif not can_be_served(group.ask):
+                # Nobody serves its version now. It stays due and is looked at again in a second.
                 heapq.heappush(self._repairs, (now + 1_000_000, group_id, index))
             else:
                 self._repairs_due.discard((group_id, index))
@@ -203,22 +220,27 @@ class Members:
         refused = [at for at in member.refused.values() if _newest_before(member, at) == retry]
         if refused:
             return min(refused)
+        # No end at all. If a later request exists, this one was given up at the latest when that was made.
         due = self._due(member.requests[retry])
         if retry + 1 in member.requests:
             return min(due, member.requests[retry + 1].at)
         return due if due <= now else None
 
     def _is_hopeless(self, ask: GroupRequest, index: int, member: Member, now: int) -> bool:
-        """Enough requests failed, and others succeeded between its last two failures: the fault is its own. While nobody
-        succeeds the servers are away; giving members up would count that against the agent, as cancelled is no success."""
+        """Whether to give a member up: enough of its requests failed, and other rollouts succeeded between its last two
+        failures, so the fault is its own (decision 0012)."""
         if member.retry >= RETRY_MAX:
-            return True  # a request of a higher number could not be read by anybody
+            # The schema refuses higher numbers: no worker could decode the request.
+            return True
         if member.retry < self._settings.retries_max:
             return False
+        # While nobody succeeds, the servers are away. A member that is given up counts as not solved, so giving it up
+        # then would count the outage against the agent.
         times = (self._failed_at(ask, index, member, retry, now) for retry in member.requests)
         seconds = sorted(at // 1_000_000 for at in times if at is not None)
         first, before, last = seconds[0], seconds[-2:][0], seconds[-1]
         is_outage = not any(before < second < last for second in self.seconds_sampled)
+        # Demonstrations need no server, so an outage does not excuse them.
         return not is_outage or last - first > self._settings.outage_seconds_max or ask.purpose == "demonstrate"
 
     def _due(self, asked: MemberRequest) -> int:
@@ -226,5 +248,5 @@ class Members:
 
 
 def _newest_before(member: Member, at: int) -> int:
-    """The newest request that had been made by then."""
+    """Retry number of the newest request made by then. A dead letter does not say which request it was."""
     return max((retry for retry, asked in member.requests.items() if asked.at <= at), default=0)

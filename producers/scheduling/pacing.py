@@ -1,7 +1,8 @@
-"""pacing: where every group stands, and how many groups of training there may be at once.
+"""pacing: the standing of every group, and how many training groups there may be at once.
 
-Pace instead of discarding (docs/learning.md): accepted and running groups together stay within a budget that grows with the
-versions trained; groups that teach nothing, became stale or cannot be completed are replaced by new ones.
+Sampling is paced, so that few groups become too stale to train on (docs/learning.md). Accepted and running groups
+together stay within a budget that grows with the versions trained. Groups that teach nothing, became stale or cannot be
+completed are replaced by new ones.
 """
 
 from collections import Counter
@@ -9,15 +10,16 @@ from typing import Literal
 
 from msgspec import Struct
 
-from producers.scheduling.ledger import Group, GroupOutcome, GroupRequest
-from schemas.events import BatchCut
-from schemas.run import JobSettings
-from streams.rules.staleness import groups_allowed, is_admitted
+from replayground.producers.scheduling.ledger import Group, GroupOutcome, GroupRequest
+from replayground.schemas.events import BatchCut
+from replayground.schemas.run import JobSettings
+from replayground.streams.rules.staleness import groups_allowed, is_admitted
 
 GIVEN_UP_KEPT = 256
-"""How many groups that a refusal gave up are kept, the newest ones, in case an operator has the refused message sent again and
-the group is completed after all. The scheduler completes older ones itself, as refused."""
+"""How many given-up groups are kept, the newest ones, in case an operator has the rejected message sent again and the
+group is completed after all. The scheduler itself completes older ones, as refused."""
 
+# What each standing means: standing_of and _judged below.
 Standing = Literal[
     "unknown",
     "waiting",
@@ -34,7 +36,7 @@ Standing = Literal[
 ]
 JUDGED: frozenset[Standing] = frozenset(("uncut", "accepted", "stale", "dropped"))
 OVER: frozenset[Standing] = frozenset(("accepted", "stale", "dropped", "refused", "ended", "unasked"))
-"""Nothing more can happen to such a group: it is counted and forgotten. Unasked: let go, or called off, while it waited."""
+"""Nothing more happens to such a group: it is counted and forgotten. Unasked = dropped or cancelled while it waited."""
 
 
 class PacingState(Struct, frozen=True):
@@ -49,7 +51,7 @@ class Pacing:
         self._job = job
         self._batches_cut = 0
         self._standings: dict[str, Standing] = {}
-        "of every group that is not over"
+        "standing of every group that is not over"
         self._open: Counter[tuple[str, Standing]] = Counter()
         "groups not over, by purpose and standing"
         self._over: Counter[str] = Counter()
@@ -58,13 +60,15 @@ class Pacing:
     # what happened
 
     def note_batch(self, event: BatchCut) -> None:
+        # The maximum and not a count, so that a copy changes nothing.
         self._batches_cut = max(self._batches_cut, event.index + 1)
 
     def standing_of(self, group: Group, is_called_off: bool, is_caught_up: bool) -> Standing:
-        """Where the facts put a group. Before everything has been read, nobody knows that a group was never asked for."""
+        """The standing that follows from the facts of a group."""
         ask = group.ask
         if ask is None:
             return "unknown"
+        # Evaluations and demonstrations are over when all members have ended; training groups must be judged too.
         if ask.purpose != "train" and group.has_ended:
             return "ended"
         if group.is_asked and ask.purpose == "train" and group.judged is not None:
@@ -72,31 +76,34 @@ class Pacing:
         if group.is_asked:
             return "given_up" if self._is_given_up(group, ask) else "running"
         if group.has_ended:
-            return "unasked" if is_caught_up else "unknown"  # it was called off while it waited
+            # Cancelled while it waited. Before everything is read, its requests may just not have been read yet.
+            return "unasked" if is_caught_up else "unknown"
         return "closing" if is_called_off else "waiting"
 
     @staticmethod
     def _is_given_up(group: Group, ask: GroupRequest) -> bool:
-        """A message that its group needed was refused, and every member has ended. As long as one has not, the group uses its
-        share of the budget whatever becomes of it; and a refused message says no more than a key, which may be anybody's."""
+        """Whether a message that the group needs was rejected, and every member has ended."""
+        # As long as a member runs, the group uses its share of the budget. And a dead letter names no more than a key:
+        # a forged one must not let another group run beside this one.
         return ask.purpose == "train" and group.refusal is not None and group.has_ended
 
     def _judged(self, group: Group, judged: GroupOutcome) -> Standing:
-        """A group that no batch to come can take is stale. The cutter tells of it too, but with its next batch, and that it
-        may not be able to cut without the groups that are asked for instead. A batch that is cut already and not read yet
-        holds none of them, since it is of later weights still."""
+        """The standing of a group whose GroupCompleted was read."""
         if judged.is_refused:
             return "refused"
         if judged.is_dropped:
             return "dropped"
         if group.is_cut:
             return "accepted"
+        # Found by the cutter's own rule instead of waiting for groups_stale: that comes with the next batch, which may
+        # need the groups that replace the stale ones. A batch that is cut but not read yet is of later weights still,
+        # so it cannot hold the group either.
         training_version = self._job.first_version + self._batches_cut
         is_stale = group.is_stale or not is_admitted(training_version, judged.oldest, self._job.staleness_max)
         return "stale" if is_stale else "uncut"
 
     def place(self, group_id: str, group: Group, standing: Standing) -> Standing:
-        """Counts a group where it stands now; returns where it stood before."""
+        """Counts a group under its new standing; returns the one before."""
         before = self._standings.pop(group_id, "unknown")
         purpose = group.ask.purpose if group.ask is not None else ""
         self._open[purpose, before] -= before != "unknown"
@@ -109,24 +116,24 @@ class Pacing:
         return before
 
     def with_standing(self, standing: Standing) -> list[str]:
-        """Ids of all groups that stand so and are not over."""
+        """Ids of all groups with this standing; it must be one of a group that is not over."""
         return [group_id for group_id, found in self._standings.items() if found == standing]
 
     # how it stands
 
     @property
     def accepted(self) -> int:
-        """Groups that teach, but for stale ones."""
+        """Training groups that are in a batch, or wait to be cut into one."""
         return self._over["accepted"] + self._open["train", "uncut"]
 
     @property
     def running(self) -> int:
-        """Groups of training that are asked for and not judged: also when all members have ended, since they may yet teach."""
+        """Training groups that are requested and not judged, also if all members have ended: they may yet teach."""
         return self._open["train", "running"]
 
     @property
     def stale(self) -> int:
-        """Groups that taught something and were too old when they ended, or that no batch may take for another reason."""
+        """Training groups with a result that no batch may take: too old, or not sampled by a versioned policy."""
         return self._over["stale"]
 
     @property
@@ -135,20 +142,22 @@ class Pacing:
 
     @property
     def asked(self) -> int:
-        """Groups of training that were ever asked for."""
+        """All training groups that were ever requested."""
         return self.running + self.accepted + self.stale + self._over["dropped"] + self.given_up
 
     def budget(self, version: int) -> int:
-        """Upper bound of accepted and running groups at the newest version."""
+        """Upper bound of accepted and running groups when `version` is the newest."""
         versions_trained = max(0, version - self._job.first_version)
         return groups_allowed(versions_trained, self._job.staleness_target, self._job.groups_per_batch)
 
     def has_room(self, version: int) -> bool:
-        """Whether another group may be asked for. A run that need not end (steps = 0) never has enough."""
+        """Whether another group may be requested."""
+        # A run without an end (steps = 0) never has enough groups; only the budget limits it.
         is_enough = self._job.steps > 0 and self.accepted >= self._job.steps * self._job.groups_per_batch
         return not is_enough and self.accepted + self.running < self.budget(version)
 
     def state(self) -> PacingState:
+        # Open groups are counted again from the ledger when it is restored.
         return PacingState(
             over={name: count for name, count in sorted(self._over.items()) if count},
             batches_cut=self._batches_cut,

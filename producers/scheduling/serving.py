@@ -1,11 +1,14 @@
-"""serving: which weights exist and which are served. Each topic has one partition, so its order is the same for all."""
+"""serving: which weight versions exist and which are served.
+
+Each of the two topics has one partition, so every reader sees the same order.
+"""
 
 from msgspec import Struct
 
-from schemas.events import WeightsLoaded, WeightsPublished
+from replayground.schemas.events import WeightsLoaded, WeightsPublished
 
 SERVERS_KEPT = 1024
-"servers remembered, those that were heard of last; names of servers that are replaced do not come back"
+"how many servers are remembered, those with the newest WeightsLoaded; replaced servers never report again"
 
 
 class ServingState(Struct, frozen=True):
@@ -21,16 +24,19 @@ class Serving:
         self.version = -1
         "newest published version"
         self.version_served_max = -1
+        "newest version that any server has served, verified"
         self._versions: dict[str, int] = {}
-        "what each server serves, verified; the one heard of last stands last"
+        "verified version by server; the server with the newest report comes last"
 
     def note_published(self, event: WeightsPublished) -> None:
         self.version = max(self.version, event.version)
 
     def note_loaded(self, event: WeightsLoaded) -> None:
+        # Removed first, so that the server comes last in the dict again.
         self._versions.pop(event.server, None)
         if event.refusal is not None:
-            return  # what it serves now is not known to be verified
+            # The server stays paused: it must not count as serving its old version.
+            return
         self._versions[event.server] = event.version
         self.version_served_max = max(self.version_served_max, event.version)
         if len(self._versions) > SERVERS_KEPT:

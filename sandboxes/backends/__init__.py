@@ -1,14 +1,14 @@
-"""Isolations by name: bubblewrap, gvisor, scripted. Each file's docstring says what it does not cover."""
+"""Backends by name: bubblewrap, gvisor, scripted. The docstring of each file lists what it does not cover."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.gvisor import GvisorBackend
-from sandboxes.backends.scripted import RecordedObservations, ScriptedBackend
-from sandboxes.limits import Limits
-from sandboxes.protocol import Backend, SandboxUnavailable
-from sandboxes.tools.tool import Tool
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.gvisor import GvisorBackend
+from replayground.sandboxes.backends.scripted import RecordedObservations, ScriptedBackend
+from replayground.sandboxes.limits import Limits, Totals
+from replayground.sandboxes.protocol import Backend, SandboxUnavailable
+from replayground.sandboxes.tools.tool import Tool
 
 ISOLATIONS = ("bubblewrap", "gvisor", "scripted")
 
@@ -21,23 +21,25 @@ def open_backend(
     libraries: Path | None = None,
     first_uid: int = 200_000,
     leases_per_sandbox_max: int | None = None,
+    totals: Totals | None = None,
     recording: RecordedObservations | None = None,
 ) -> Backend:
-    """The backend of this name; None leaves a setting to the backend. ValueError for an unknown name.
+    """Make the backend of this name; None leaves a setting to the backend. ValueError for an unknown name.
 
-    `first_uid` is for bubblewrap alone, `recording` for scripted, which has no tools, limits or libraries of its own.
-    What the machine lacks is said by the backend's `open`, or beforehand by `lacking`."""
+    `first_uid` is used by bubblewrap only. `recording` is used by scripted only, which ignores tools, limits, totals
+    and libraries. Nothing is opened here: what the machine lacks is reported by the backend's `open`, or by `lacking`."""
     if name == "bubblewrap":
-        return BubblewrapBackend(tools, limits, leases_per_sandbox_max, first_uid, libraries)
+        return BubblewrapBackend(tools, limits, leases_per_sandbox_max, first_uid, libraries, totals=totals)
     if name == "gvisor":
-        return GvisorBackend(tools, limits, leases_per_sandbox_max, libraries)
+        return GvisorBackend(tools, limits, leases_per_sandbox_max, libraries, totals=totals)
     if name == "scripted":
         return ScriptedBackend(recording=recording)
     raise ValueError(f"there is no isolation {name!r}; known: {', '.join(ISOLATIONS)}")
 
 
 def lacking(name: str) -> str | None:
-    """Why this machine cannot open such a sandbox, in words; None when it can as far as one can see without opening."""
+    """Why this machine cannot open such a sandbox; None when no reason is found. Opens nothing; `open` may still
+    fail."""
     backend = open_backend(name, {})
     if isinstance(backend, BubblewrapBackend | GvisorBackend):
         try:

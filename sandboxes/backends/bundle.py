@@ -1,7 +1,8 @@
 """The runner and the tools, compiled once by the Python that will run them.
 
-A sandbox that opens should not spend its first 20 ms on compiling the same text again. The Python inside is the
-system's, not ours, so it does the compiling, outside, and finds out that every tool can be defined; none is called.
+Compiling the same source in every sandbox would cost its first 20 ms. The Python inside is the system's, not ours, and
+bytecode differs between versions, so the system's Python compiles, outside of any sandbox. It also defines every tool
+once to find errors early; no tool is called.
 """
 
 import asyncio
@@ -11,14 +12,15 @@ from pathlib import Path
 
 import msgspec
 
-from sandboxes.protocol import SandboxUnavailable
-from sandboxes.tools.tool import Tool
+from replayground.sandboxes.protocol import SandboxUnavailable
+from replayground.sandboxes.tools.tool import Tool
 
 SYSTEM_PYTHON = "/usr/bin/python3"
 RUNNER = Path(__file__).with_name("runner.py")
 LENGTH = struct.Struct(">I")
 
-# Reads {"runner": source, "tools": {name: source}} and writes the length of the runner's .pyc, the .pyc, the tools.
+# Reads {"runner": source, "tools": {name: source}}. Writes the length of the runner's .pyc, the .pyc, the tools. The 12
+# zero bytes are the header of a .pyc: flags, and mtime and size of the source, unused when a .pyc is run.
 COMPILE = """
 import importlib.util, json, marshal, struct, sys
 sources = json.load(sys.stdin.buffer)
@@ -40,18 +42,20 @@ sys.stdout.buffer.write(struct.pack(">I", len(pyc)) + pyc + marshal.dumps(tools)
 
 
 class Bundle(msgspec.Struct, frozen=True):
-    """What is handed to a sandbox as it opens."""
+    """The compiled code that a sandbox gets when it opens."""
 
     runner: bytes
     """A .pyc file."""
     tools: bytes
-    """Code by name, as the runner reads it; each piece by itself, since few of them are used."""
+    """A marshalled dict of marshalled code by tool name. Each tool separately, since few are used."""
 
 
 async def compile_bundle(tools: Mapping[str, Tool], runner_source: str) -> Bundle:
-    """SandboxUnavailable when a tool is not Python for the system's python3, with the tool's name."""
+    """Compile in a process of the system's python3. Raises SandboxUnavailable, with the tool's name, when that Python
+    cannot define a tool."""
     sources = {"runner": runner_source, "tools": {name: tool.source for name, tool in tools.items()}}
     process = await asyncio.create_subprocess_exec(
+        # -I and -S as in the sandbox: no user packages, no site, nothing of this program's environment.
         *(SYSTEM_PYTHON, "-I", "-S", "-c", COMPILE),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -61,6 +65,7 @@ async def compile_bundle(tools: Mapping[str, Tool], runner_source: str) -> Bundl
     )
     try:
         written, complaint = await process.communicate(msgspec.json.encode(sources))
+    # Cancelled while it compiles: the process must not stay behind.
     except BaseException:
         process.kill()
         await process.wait()

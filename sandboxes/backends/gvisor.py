@@ -1,19 +1,20 @@
-"""gVisor by `runsc`: the agent's code talks to a kernel of its own, written in Go, and hardly ever to the host's.
+"""gVisor by `runsc`: the agent's code makes its system calls to a kernel written in Go, and hardly ever to the host's.
 
-The same runner as in bubblewrap is inside, and the same tools. A start takes some 200 ms, a call some milliseconds.
+The runner and the tools are the same as in bubblewrap. A start takes 0.2 to 0.3 s, a call some milliseconds.
 
-Held by: gVisor's kernel, itself in namespaces with an empty root and a narrow seccomp filter; no capability;
-no_new_privs; no network but a loopback of its own; read-only /usr, nothing else of the host; an empty environment; a
+Isolated by: gVisor's kernel, itself in namespaces with an empty root and a narrow seccomp filter; no capabilities;
+no_new_privs; no network but its own loopback; read-only /usr and nothing else of the host; an empty environment; a
 cgroup for memory, processes and CPU, gVisor's own use included; rlimits for each process.
 
 Not covered:
 * Root is needed, and the ptrace platform of Debian's runsc is slow with system calls.
 * Where no cgroup can be made, nothing limits the number of processes and memory is limited per process only.
 * The number of files is not limited, only their bytes. /work and /tmp get half of the disk limit each.
-* Messages and shared memory of System V outlive a session inside the same sandbox; so by default every lease gets a new
-  one (`leases_per_sandbox_max=1`).
+* System V messages and shared memory outlive a lease inside the same sandbox. So by default every lease gets a new
+  sandbox (`leases_per_sandbox_max=1`).
 * The tools of a lease share one process with the agent's Python code, as in bubblewrap.
-* /usr is the host's: an agent sees which programs are installed. A bug in gVisor and one in the kernel are a way out.
+* Where several agents share a sandbox, files that a tool outside puts there can be read by them, not written.
+* /usr is the host's: an agent sees which programs are installed. Bugs in both gVisor and the kernel are a way out.
 """
 
 import os
@@ -27,16 +28,23 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from sandboxes.backends.bundle import SYSTEM_PYTHON, Bundle
-from sandboxes.backends.cgroups import Overhead
-from sandboxes.backends.enclosed import CLEAN_ENVIRONMENT, LIBRARIES, EnclosedBackend, StartedProcess, system_links
-from sandboxes.backends.processes import Launch, Launcher
-from sandboxes.limits import MEBIBYTE, Limits
-from sandboxes.protocol import SandboxUnavailable
-from sandboxes.tools.tool import Tool
+from replayground.sandboxes.backends.bundle import SYSTEM_PYTHON, Bundle
+from replayground.sandboxes.backends.cgroups import Overhead
+from replayground.sandboxes.backends.enclosed import (
+    CLEAN_ENVIRONMENT,
+    LIBRARIES,
+    EnclosedBackend,
+    StartedProcess,
+    system_links,
+)
+from replayground.sandboxes.backends.processes import Launch, Launcher
+from replayground.sandboxes.limits import MEBIBYTE, Limits, Totals
+from replayground.sandboxes.protocol import SandboxUnavailable
+from replayground.sandboxes.tools.tool import Tool
 
 SESSION_USER = 65534
-# The runner is root of gVisor's own kernel, so that sessions can be someone else; on the host that is nobody.
+# The runner is root of gVisor's own kernel, so that tool processes can run as another user.
+# That gives it no rights on the host.
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL", "CAP_CHOWN", "CAP_FOWNER", "CAP_DAC_OVERRIDE")
 
 
@@ -46,6 +54,8 @@ class GvisorBackend(EnclosedBackend):
     isolation = "gvisor"
     leases_per_sandbox_max = 1
     programs = {"runsc": "runsc", "python3": "python3"}
+    # gVisor's kernel and file server run in the same cgroup. They are Go programs, and the pids controller counts each
+    # of their threads.
     overhead = Overhead(memory_bytes=384 * MEBIBYTE, processes=256)
 
     def __init__(
@@ -56,8 +66,9 @@ class GvisorBackend(EnclosedBackend):
         libraries: Path | None = None,
         cgroups: bool = True,
         platform: str = "ptrace",
+        totals: Totals | None = None,
     ) -> None:
-        super().__init__(tools, limits, leases_per_sandbox_max, libraries, cgroups)
+        super().__init__(tools, limits, leases_per_sandbox_max, libraries, cgroups, totals)
         self.platform = platform
 
     def check_machine(self) -> None:
@@ -79,6 +90,7 @@ class GvisorBackend(EnclosedBackend):
         return StartedProcess(process, folder)
 
     def _command(self, folder: Path) -> list[str]:
+        # runsc makes no cgroup: the backend has made one around all of it.
         isolation = ("--platform", self.platform, "--network", "none", "--ignore-cgroups")
         name = f"replayground-{uuid.uuid4().hex[:16]}"
         runsc = shutil.which("runsc", path="/usr/bin:/usr/local/bin") or "/usr/bin/runsc"
@@ -86,8 +98,9 @@ class GvisorBackend(EnclosedBackend):
 
 
 def write_bundle(folder: Path, bundle: Bundle, configuration: dict[str, Any]) -> None:
-    """An OCI bundle: the configuration and an almost empty root."""
+    """Write an OCI bundle: the configuration and an almost empty root."""
     root = folder / "root"
+    # The root is read-only later, so every mount point must exist now.
     for name in ("work", "tmp", "proc", "dev", "usr", "sys", LIBRARIES.strip("/")):
         (root / name).mkdir(parents=True)
     for name in system_links():
@@ -97,7 +110,8 @@ def write_bundle(folder: Path, bundle: Bundle, configuration: dict[str, Any]) ->
 
 
 def oci_configuration(limits: Limits, libraries: Path | None) -> dict[str, Any]:
-    """What runsc is told of the container."""
+    """The OCI configuration of the container."""
+    # Owned by the user of the tool processes; the runner, as root inside, reaches it by CAP_DAC_OVERRIDE.
     disk = [f"size={limits.disk_bytes_max // 2}", "mode=0755", f"uid={SESSION_USER}", f"gid={SESSION_USER}"]
     process = {
         "user": {"uid": 0, "gid": 0},

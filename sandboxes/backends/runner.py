@@ -1,19 +1,23 @@
-"""Runs inside a sandbox as pid 1, by the system's python3 (3.11 or newer), with the standard library alone.
+"""Runs inside a sandbox as pid 1, by the system's python3 (3.11 or newer), with the standard library only.
 
-The host speaks to it over one socket (descriptor 0): a frame of two lengths, a header and a body; the answer is a
-status, a sentence and a body. It is the only trusted process in the sandbox. Agent code and tools run in a *session
-child*, forked for each lease, with a socket of its own and no other descriptor. The runner never parses what a session
-says: it passes the bytes on.
+The host sends requests over one socket (descriptor 0): a frame of two lengths, a header and a body. The response is a
+status, a sentence and a body. The runner is the only trusted process in the sandbox. Agent code and tools run in a
+*tool process* (`session` in the code), forked for each lease and each agent, with its own socket and no other
+descriptor of the runner. The runner never parses what a tool process returns: it passes the bytes on.
 
-Why the session cannot reach the runner: pid 1 takes no signal from its own namespace unless it has a handler, so it has
-none; it is not dumpable, so /proc/1/{mem,environ,root,fd} belong to root; ptrace and prlimit of others are refused by
-seccomp. Why a lease leaves nothing behind: kill(-1) from pid 1 reaches every process of the namespace, children are
-reaped until none is left, the writable folders are emptied and the file system's own count of inodes must be the one it
-had at the start.
+A frame to a tool process has a number and a random tag, which the response must repeat, and nothing else may be in the
+socket: what agent code writes there itself ends the session, and is never taken for the response to a later call.
+Why one agent cannot forge what another sees: in a session with a name nobody else can open the memory of the process,
+since it is not dumpable, and all processes of the other sessions are stopped while a call runs in it.
 
-A sandbox should open in the time that Python takes to start. So this file arrives compiled, imports only what costs
-nothing (hence the modules with a leading underscore, which are those of the standard library without their wrapping),
-and loads what agents like to import in the quiet moments between two requests.
+Why agent code cannot reach the runner: pid 1 takes no signal from its own namespace unless it has a handler, so it has
+none; it is not dumpable, so /proc/1/{mem,environ,root,fd} belong to root; seccomp refuses ptrace and prlimit of others.
+Why a lease leaves nothing behind: kill(-1) from pid 1 reaches every process of the namespace, children are reaped until
+none is left, the writable folders are emptied, and the file system must count the blocks and inodes of the start.
+
+A sandbox should open in the time that Python takes to start. So this file arrives compiled and imports only modules
+that are cheap to load: those with a leading underscore are the C parts of `ctypes`, `signal` and `socket` without their
+Python wrappers. What agents often import is loaded later, while the host sends no requests.
 """
 
 from __future__ import annotations
@@ -34,29 +38,38 @@ import sys
 import time
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing takes as long to import as all of the above
+# typing takes as long to import as all of the above.
+if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
     Answer = tuple[str, str, int, bytes]  # status, a sentence, errno, body
+    Identity = tuple[int, bytes]  # pid, start time
 
+# The formats up to ERRORS are repeated in channel.py and must stay equal there.
 REQUEST = struct.Struct(">II")  # lengths of header and body
 ANSWER = struct.Struct(">BiII")  # status, errno, lengths of the sentence and of the body
 STATUSES = ("ok", "timeout", "died", "failed", "os_error", "dirty")
-LENGTH = struct.Struct(">I")
-SAID = struct.Struct(">BQ")  # what a session says before its text: kind of error, bytes in all
+# To a tool process and back: number of the call, a random tag, length.
+FRAME = struct.Struct(">Q16sI")
+SENTENCE_BYTES_MAX = 4096
+# What a tool process writes before its text: kind of error, total bytes.
+SAID = struct.Struct(">BQ")
 ERRORS = (None, "agent", "tool")
 WORK, TEMPORARY = "/work", "/tmp"
 LIBRARIES = "/opt/libraries"
 SESSION_SOCKET = 3
-SESSION_USER = 65534  # inside gVisor, where the runner is root of gVisor's kernel; in bubblewrap all are one user
+# Used inside gVisor, where the runner is root of gVisor's kernel; in bubblewrap all processes have one uid.
+SESSION_USER = 65534
+# Above the numbers that a tool process keeps, which closes all up to this one.
 HOST_SOCKET = 100
 PR_SET_DUMPABLE = 4
 EINVAL = 22
+# How long no request must have come before the runner uses the time for chores.
 QUIET_MILLISECONDS = 20
 OUTPUTS: list[io.TextIOWrapper] = []
 DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# What agents import most. Loaded before the fork when there is time, so that no session pays for it.
+# What agents import most. Loaded before the fork when there is time, so that no tool process pays for it.
 PRELOADED = (
     *("re", "json", "ast", "collections", "datetime", "functools"),
     *("math", "random", "sqlite3", "string", "statistics", "subprocess"),
@@ -64,11 +77,12 @@ PRELOADED = (
 
 
 class ToolError(Exception):
-    """Raised by a tool to answer `error: <text>`: the agent can do something about it."""
+    """Raised by a tool to return `error: <text>` as an agent error. The host has a class of the same name
+    (tools.tool)."""
 
 
 class ToolProcessEnded(Exception):
-    """The session child died, fell silent or spoke nonsense. `status` is what the host is told."""
+    """The tool process died, timed out or sent a malformed response. `status` is what the host is told."""
 
     def __init__(self, status: str, detail: str) -> None:
         super().__init__(detail)
@@ -80,7 +94,7 @@ class ToolProcessEnded(Exception):
 
 
 def main() -> None:
-    """Never returns while the host is there; end of input is the order to leave."""
+    """Serve requests until the host closes the socket."""
     harden()
     runner = Runner()
     chores = runner.chores()
@@ -89,12 +103,13 @@ def main() -> None:
         try:
             header, body = read_request(HOST_SOCKET)
         except EOFError:
+            # When pid 1 exits, the kernel kills all other processes of the namespace.
             os._exit(0)
         write_answer(HOST_SOCKET, runner.handle(header, body))
 
 
 def do_until_asked(chores: Iterator[None]) -> None:
-    """Do one chore after another for as long as the host asks for nothing."""
+    """Do chores, one at a time, until a request arrives or none is left."""
     poller = select.poll()
     poller.register(HOST_SOCKET, select.POLLIN)
     quiet_milliseconds = QUIET_MILLISECONDS
@@ -105,16 +120,17 @@ def do_until_asked(chores: Iterator[None]) -> None:
 
 
 def harden() -> None:
-    """Take the host's socket out of the way of children, forget all signal handlers and become unreadable."""
+    """Move the host's socket where children do not inherit it, drop the signal handler and become non-dumpable."""
     os.dup2(0, HOST_SOCKET, inheritable=False)
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
+    # Whatever the process that started us left open.
     os.closerange(3, HOST_SOCKET)
     os.closerange(HOST_SOCKET + 1, 4096)
     # Python's own SIGINT handler would make pid 1 reachable by a signal from inside.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-    # Made here, used by the sessions, whose descriptors 1 and 2 are other files.
+    # Made here and used by the tool processes, in which descriptors 1 and 2 are other files.
     sys.stdout, sys.stderr = line_writer(1), line_writer(2)
     OUTPUTS.extend((sys.stdout, sys.stderr))
     set_dumpable(False)
@@ -122,6 +138,7 @@ def harden() -> None:
 
 
 def set_dumpable(dumpable: bool) -> None:
+    # _ctypes without its Python wrapper, which is slow to import.
     prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]  # None: this program
     if _ctypes.call_function(prctl, (PR_SET_DUMPABLE, int(dumpable), 0, 0, 0)) != 0:
         raise OSError("prctl(PR_SET_DUMPABLE) was refused")
@@ -129,20 +146,26 @@ def set_dumpable(dumpable: bool) -> None:
 
 def line_writer(descriptor: int) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
+    # backslashreplace: printing half a surrogate pair must not raise.
     return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
 
 
 class Runner:
-    """Answers the host's requests, one at a time. At most one session child is alive."""
+    """Answers the host's requests, one at a time. At most one tool process runs; those of other sessions are stopped."""
 
     def __init__(self) -> None:
-        self.session: ToolProcess | None = None
+        self.sessions: dict[str, ToolProcess] = {}
+        # The session of the last call, and the processes of all others, which are stopped.
+        self.active = ""
+        self.stopped: dict[str, set[Identity]] = {}
+        self.numbers: dict[str, int] = {}
         self.limits: dict[str, Any] = {}
         self.tools = Tools()
+        # Counted before any agent code runs; `reset` must find the same.
         self.used_at_start = {path: used(path) for path in (WORK, TEMPORARY)}
 
     def handle(self, header: dict[str, Any], body: bytes) -> Answer:
-        """Dispatch on `op`. Every request gets exactly one answer; the status says how it went."""
+        """Dispatch on `op`. Every request gets exactly one response; its status says how it went."""
         operations: dict[str, Callable[[dict[str, Any], bytes], Answer]] = {
             "hello": self.hello,
             "call": self.call,
@@ -155,25 +178,33 @@ class Runner:
         try:
             return operations[header["op"]](header, body)
         except ToolProcessEnded as ended:
-            self.end_tool_process()
+            # The stream to it may be out of step, and what it started may still run. Files stay.
+            self.end_active_session()
             return ended.status, ended.detail, 0, b""
         except OSError as error:
             return "os_error", str(error), error.errno or 0, b""
-        except (ValueError, MemoryError) as error:  # a path with a zero byte; a snapshot that does not fit
+        # A path with a zero byte; a snapshot that does not fit into memory.
+        except (ValueError, MemoryError) as error:
             return "os_error", f"{type(error).__name__}: {error}", EINVAL, b""
+        # A bug. It must not end pid 1: that would look from outside as if the sandbox had been killed.
+        except Exception as error:
+            return "failed", f"{type(error).__name__}: {error}", 0, b""
 
     def hello(self, header: dict[str, Any], body: bytes) -> Answer:
-        """Learn the limits and the tools: the operator's code, of which it was found outside that it can be defined."""
+        """Take the limits and the compiled tools, which are the operator's code and were checked outside
+        (bundle.py)."""
         self.limits = header["limits"]
         self.tools.code = marshal.loads(body)
-        gc.freeze()  # so that a session's collector does not copy the runner's pages
+        # A collection in a tool process then skips the runner's objects, and does not copy their pages.
+        gc.freeze()
         return "ok", "", 0, b""
 
     def chores(self) -> Iterator[None]:
-        """What makes later sessions cheaper, in small steps. Needs nothing and changes nothing that a call can see."""
+        """Short steps that make later tool processes start faster. No call depends on them."""
         for name in PRELOADED:
             yield
             __import__(name)
+        # Several times: since 3.11 the interpreter rewrites bytecode only after some runs of it.
         for _ in range(10):
             yield
             rehearse()
@@ -185,48 +216,100 @@ class Runner:
         gc.freeze()
 
     def call(self, header: dict[str, Any], body: bytes) -> Answer:
-        if self.session is None:
-            self.session = start_tool_process(self.tools, self.limits)
-        bury_orphans(self.session.pid)
-        return "ok", "", 0, self.session.exchange(body, header["timeout_seconds"], header["answer_bytes_max"])
+        name = header["session"]
+        if name != self.active and self.sessions:
+            self.switch_to(name)
+        self.active = name
+        if name not in self.sessions:
+            self.sessions[name] = start_tool_process(self.tools, self.limits, self.number_of(name))
+        # Zombies count against RLIMIT_NPROC, and pid 1 is the parent of every orphan.
+        bury_orphans({session.pid for session in self.sessions.values()})
+        session = self.sessions[name]
+        return "ok", "", 0, session.exchange(body, header["timeout_seconds"], header["answer_bytes_max"])
+
+    def number_of(self, name: str) -> int:
+        """0 for the session without a name; others are numbered from 1, the same as long as the lease lasts."""
+        if not name:
+            return 0
+        if not self.numbers and os.getuid() == 0:
+            # In gVisor each of them has a uid of its own, and all of them write here.
+            os.chmod(WORK, 0o777)
+            os.chmod(TEMPORARY, 0o777)
+        return self.numbers.setdefault(name, len(self.numbers) + 1)
+
+    def switch_to(self, name: str) -> None:
+        """Stop every process but those of this session."""
+        self.stopped[self.active] = self.stop_active()
+        resume(self.stopped.pop(name, set()))
+
+    def stop_active(self) -> set[Identity]:
+        """Stop all processes; returns those of the active session. Only they ran, so all that are new are theirs."""
+        signal_everything(_signal.SIGSTOP)
+        return living_processes().difference(*self.stopped.values())
 
     def put(self, header: dict[str, Any], body: bytes) -> Answer:
-        write_file(header["path"], body)
-        return "ok", "", 0, b""
+        return "ok", "", 0, self.undisturbed(lambda: write_file(header["path"], body))
 
     def get(self, header: dict[str, Any], body: bytes) -> Answer:
-        return "ok", "", 0, read_file(header["path"], self.limits["disk_bytes_max"])
+        return "ok", "", 0, self.undisturbed(lambda: read_file(header["path"], self.limits["disk_bytes_max"]))
 
     def snapshot(self, header: dict[str, Any], body: bytes) -> Answer:
-        """The work folder as a tar. No process of the agent is stopped: a file that changes meanwhile is refused."""
-        return "ok", "", 0, pack_work(header["bytes_max"])
+        """The work folder as a tar."""
+        return "ok", "", 0, self.undisturbed(lambda: pack_work(header["bytes_max"]))
 
     def restore(self, header: dict[str, Any], body: bytes) -> Answer:
-        unpack_work(body)
-        return "ok", "", 0, b""
+        return "ok", "", 0, self.undisturbed(lambda: unpack_work(body))
+
+    def undisturbed(self, work: Callable[[], bytes | None]) -> bytes:
+        """Do the work while all processes of the agent are stopped: they share the runner's CPU time, and could make the
+        host wait in vain; and they could change files while they are read."""
+        processes = self.stop_active() if self.sessions else set()
+        try:
+            return work() or b""
+        finally:
+            resume(processes)
 
     def reset(self, header: dict[str, Any], body: bytes) -> Answer:
-        """End all, wipe all, and say `dirty` unless the file system agrees that nothing is left."""
-        self.end_tool_process()
+        """End all processes and remove all files. Status `dirty` unless the file system confirms that nothing is left.
+
+        Processes first: one that lives could write while the folders are wiped."""
+        self.end_all_sessions()
+        self.numbers.clear()
         for path in self.used_at_start:
             wipe(path)
-        for path, used_at_start in self.used_at_start.items():  # after both: they may share one file system
+        # After both are wiped: they may share one file system. The counts also show unlinked files.
+        for path, used_at_start in self.used_at_start.items():
             if os.listdir(path) or used(path) != used_at_start:
                 return "dirty", f"{path} is not as it was: {used(path)}", 0, b""
         return "ok", "", 0, b""
 
-    def end_tool_process(self) -> None:
+    def end_active_session(self) -> None:
+        """Kill all processes of the active session. Those of other sessions stay as they are, stopped."""
+        if len(self.sessions) == 1:
+            self.end_all_sessions()
+            return
+        for pid, _ in self.stop_active():
+            send_signal(pid, _signal.SIGKILL)
+        session = self.sessions.pop(self.active)
+        # Reaped here: nobody else waits for it, and its pid must not be taken for that of a later session.
+        session.has_died(REAP_SECONDS)
+        session.release()
+
+    def end_all_sessions(self) -> None:
         kill_everything()
-        if self.session is not None:
-            self.session.release()
-            self.session = None
+        for session in self.sessions.values():
+            session.release()
+        self.sessions.clear()
+        self.stopped.clear()
+        self.active = ""
 
 
 class Tools(dict):  # type: ignore[type-arg]  # dict[str, dict[str, Any]] would be evaluated when it starts
-    """The globals of each tool, by its name, in which a function of that name is defined. Each is defined when it is first
-    asked for: most sandboxes use few of the tools. A session has a copy of what the runner has, by the fork."""
+    """The globals of each tool by its name, in which a function of that name is defined. A tool is defined at its first
+    use, since most sandboxes use few. A tool process has a copy of what the runner has defined, by the fork."""
 
-    code: dict[str, bytes] = {}  # until the host has said hello
+    # Empty until `hello`: the chores may run before it on a busy machine, and must find no tools then.
+    code: dict[str, bytes] = {}
 
     def __missing__(self, name: str) -> dict[str, Any]:
         tool_globals: dict[str, Any] = {"__name__": "tool_" + name, "ToolError": ToolError}
@@ -236,7 +319,7 @@ class Tools(dict):  # type: ignore[type-arg]  # dict[str, dict[str, Any]] would 
 
 
 def rehearse() -> None:
-    """Do what every session will do, so that sessions share the pages this touches instead of copying them."""
+    """Do once what every tool process will do, so that they share the memory pages that this changes."""
     import ast
     import json
     import sqlite3
@@ -253,10 +336,48 @@ def rehearse() -> None:
     connection.close()
 
 
+def living_processes() -> set[Identity]:
+    """All processes but pid 1, each with its start time: a pid alone could be that of a later process."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    # Behind the last ")", since the name of a command may hold spaces and parentheses.
+                    found.add((int(name), file.read().rpartition(b")")[2].split()[19]))
+            # It has ended since.
+            except OSError:
+                pass
+    return found
+
+
+def signal_everything(number: int) -> None:
+    try:
+        # From pid 1: every other process of the namespace at once, also one that is just being forked.
+        os.kill(-1, number)
+    except ProcessLookupError:
+        # There is no other process.
+        return
+
+
+def resume(processes: set[Identity]) -> None:
+    for pid, _ in processes:
+        send_signal(pid, _signal.SIGCONT)
+
+
+def send_signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        # It has ended since.
+        return
+
+
 def kill_everything() -> None:
-    """No process but this one is left afterwards. Blocks while one cannot die; the host's timeout covers that."""
+    """Kill and reap every other process. Blocks while one cannot be killed; the host's timeout covers that."""
     while True:
         try:
+            # From pid 1: every other process of the namespace. Repeated, since one may fork meanwhile.
             os.kill(-1, _signal.SIGKILL)
         except ProcessLookupError:
             if not reap():
@@ -265,7 +386,7 @@ def kill_everything() -> None:
 
 
 def reap() -> bool:
-    """Wait for all children, orphans included, and say whether there were any."""
+    """Wait for all children, orphans included. True if there were any."""
     found = False
     while True:
         try:
@@ -275,28 +396,31 @@ def reap() -> bool:
             return found
 
 
-def bury_orphans(session_pid: int) -> None:
-    """Reap what has outlived its parent, because the dead count as processes of the agent. The end of the session is
-    left for `ToolProcess` to see."""
+def bury_orphans(session_pids: set[int]) -> None:
+    """Reap ended orphans without blocking. The end of a tool process itself is left for `ToolProcess` to see."""
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
     try:
-        while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and dead.si_pid != session_pid:
+        # WNOWAIT only looks: reaping a tool process here would lose its exit status.
+        while (dead := os.waitid(os.P_ALL, 0, look)) and dead.si_pid not in session_pids:
             os.waitpid(dead.si_pid, 0)
     except ChildProcessError:
-        pass  # the session has been reaped, and there was no other child
+        # The tool process has been reaped already, and there is no other child.
+        pass
 
 
 class ToolProcess:
-    """The runner's end of a session child."""
+    """The runner's end of a tool process."""
 
     def __init__(self, pid: int, connection: _socket.socket, limits: dict[str, Any]) -> None:
         self.pid = pid
         self.connection = connection
         self.limits = limits
         self.is_ready = False
+        self.calls = 0
         self.connection.setblocking(False)
         self.status: int | None = None
         self.poller = select.poll()
-        # The pidfd too: a grandchild may hold the socket open after the child's death. gVisor has none.
+        # The pidfd as well: a grandchild may hold the socket open after the child's death. gVisor has no pidfd.
         try:
             self.pidfd = os.pidfd_open(pid)
             self.poller.register(self.pidfd, select.POLLIN)
@@ -309,21 +433,41 @@ class ToolProcess:
             os.close(self.pidfd)
 
     def exchange(self, body: bytes, timeout_seconds: float, answer_bytes_max: int) -> bytes:
-        """One request, one answer, within the time. ToolProcessEnded in every other case."""
+        """Send one request and read its response. Raises ToolProcessEnded after a timeout or a death."""
         deadline = time.monotonic() + timeout_seconds
+        self.calls += 1
+        # New for each call: what agent code wrote into the socket earlier, or wherever it kept an old frame, is not it.
+        tag = os.urandom(16)
         try:
-            self.send(LENGTH.pack(len(body)) + body, deadline)
+            if self.is_ready:
+                self.refuse_unread()
+            self.send(FRAME.pack(self.calls, tag, len(body)) + body, deadline)
             if not self.is_ready:
                 self.await_ready(deadline)
-            (length,) = LENGTH.unpack(self.receive(LENGTH.size, deadline))
+            number, repeated, length = FRAME.unpack(self.receive(FRAME.size, deadline))
+            if (number, repeated) != (self.calls, tag):
+                raise ToolProcessEnded("died", UNASKED)
+            # The length is forgeable by agent code: never allocate what it claims.
             if length > answer_bytes_max:
                 raise ToolProcessEnded("died", f"it answered with {length} bytes")
-            return self.receive(length, deadline)
+            answer = self.receive(length, deadline)
+            self.refuse_unread()
+            return answer
         except TimeoutError:
             raise ToolProcessEnded("timeout", f"timed out after {timeout_seconds:g} s") from None
 
+    def refuse_unread(self) -> None:
+        """ToolProcessEnded when there are bytes that no call has asked for."""
+        try:
+            part = self.connection.recv(1)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        raise ToolProcessEnded("died", UNASKED if part else self.obituary())
+
     def await_ready(self, deadline: float) -> None:
-        """A child that dies before it served anything is a failure of ours, not of the agent."""
+        """Read the byte that a new tool process sends. A death before it is an infra failure: no agent code ran yet."""
         try:
             self.receive(1, deadline)
         except ToolProcessEnded as ended:
@@ -357,11 +501,12 @@ class ToolProcess:
         return b"".join(parts)
 
     def wait(self, event: int, deadline: float) -> None:
-        """Return when the socket is ready. TimeoutError at the deadline, ToolProcessEnded when the child has died."""
+        """Wait until the socket is ready. TimeoutError at the deadline, ToolProcessEnded when the child has died."""
         self.poller.register(self.connection, event)
         while (remaining := deadline - time.monotonic()) > 0:
             patience = remaining * 1000 if self.pidfd >= 0 else min(remaining * 1000, POLL_MILLISECONDS)
             ready = dict(self.poller.poll(patience))
+            # The socket first: what a child wrote before it died is still read.
             if self.connection.fileno() in ready:
                 return
             if ready or self.has_died(0):
@@ -369,7 +514,7 @@ class ToolProcess:
         raise TimeoutError
 
     def obituary(self) -> str:
-        """How the child ended, in words. It is killed first if it only closed its socket."""
+        """A sentence on how the child ended. A child that only closed its socket is killed first."""
         if not self.has_died(PATIENCE_SECONDS):
             os.kill(self.pid, _signal.SIGKILL)
             _, self.status = os.waitpid(self.pid, 0)
@@ -379,7 +524,7 @@ class ToolProcess:
         return f"it exited with status {code}" if code >= 0 else f"it was killed by {signal_name(-code)}"
 
     def has_died(self, patience_seconds: float) -> bool:
-        """True once the child is a zombie. A moment of patience: its socket closes just before that."""
+        """True once the child has ended. Waits up to `patience_seconds`: its socket closes shortly before that."""
         deadline = time.monotonic() + patience_seconds
         while self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -392,8 +537,11 @@ class ToolProcess:
         return True
 
 
+# Only where there is no pidfd: how often the death of the child is checked for.
 POLL_MILLISECONDS = 10
 PATIENCE_SECONDS = 0.1
+REAP_SECONDS = 2.0
+UNASKED = "something other than a tool wrote to its socket"
 
 
 def signal_name(number: int) -> str:
@@ -405,44 +553,56 @@ def signal_name(number: int) -> str:
 # ----------------------------------------------------------------------------------------------- the session child
 
 
-def start_tool_process(tools: Tools, limits: dict[str, Any]) -> ToolProcess:
-    """Fork the child in which everything of the agent runs."""
+def start_tool_process(tools: Tools, limits: dict[str, Any], number: int) -> ToolProcess:
+    """Fork the process in which all tools and all code of one agent run. It has a number where several use the
+    sandbox, otherwise 0."""
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
     pid = os.fork()
     if pid == 0:
         try:
             ours.close()
-            become_tool_process(theirs.detach(), limits)
+            become_tool_process(theirs.detach(), limits, number)
             serve_tools(tools, limits)
         finally:
+            # The child must never return into the runner's code.
             os._exit(70)
     theirs.close()
     return ToolProcess(pid, ours, limits)
 
 
-def become_tool_process(connection: int, limits: dict[str, Any]) -> None:
-    """Give up what the runner has: its descriptors, its immunity and its unlimited resources."""
+def become_tool_process(connection: int, limits: dict[str, Any], number: int) -> None:
+    """Turn the forked child into an unprivileged process: drop descriptors and uid, set limits."""
     os.dup2(connection, SESSION_SOCKET, inheritable=False)
+    # Closes the host's socket before anything of the agent can run.
     os.closerange(SESSION_SOCKET + 1, HOST_SOCKET + 1)
     if os.getuid() == 0:
+        # Only in gVisor. Groups, then gid, then uid: without uid 0 the others could no longer be changed.
         os.setgroups([])
         os.setresgid(SESSION_USER, SESSION_USER, SESSION_USER)
-        os.setresuid(SESSION_USER, SESSION_USER, SESSION_USER)
+        # A uid for each agent: gVisor does not know what not being dumpable means. Files stay open to all of them.
+        user = SESSION_USER - number
+        os.setresuid(user, user, user)
+        os.umask(0 if number else 0o022)
     output = open_output()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
     os.setsid()
+    # A process that is not dumpable does not own its files in /proc/self, one of which is written below.
     set_dumpable(True)
     furnish()
     try:
         os.chdir(WORK)
-    except OSError:  # the agent locked it in an earlier session of this lease
+    # The agent took away the permissions of /work earlier in this lease.
+    except OSError:
         os.chdir("/")
     # When memory runs out the kernel should take the agent, not the runner.
     score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     os.write(score, b"1000")
     os.close(score)
+    if number:
+        # In bubblewrap all agents have one uid: otherwise the code of another one could write to /proc/PID/mem.
+        set_dumpable(False)
     hard_limits = (
         (resource.RLIMIT_CPU, limits["cpu_seconds"]),
         (resource.RLIMIT_AS, limits["memory_bytes_max"]),
@@ -451,33 +611,41 @@ def become_tool_process(connection: int, limits: dict[str, Any]) -> None:
         (resource.RLIMIT_NOFILE, limits["open_files_max"]),
         (resource.RLIMIT_MEMLOCK, 0),
     )
+    # CPU time: the soft limit sends SIGXCPU, by which `obituary` names the reason; the hard limit, a second later,
+    # kills a process that ignores the signal.
     for kind, value in hard_limits:
         resource.setrlimit(kind, (value, value + 1 if kind == resource.RLIMIT_CPU else value))
 
 
 def furnish() -> None:
-    """What Python's `site` would give, which the runner starts without; and the operator's packages before Debian's."""
+    """Add what `site` would, which the runner starts without: exit() and the package folders, the operator's first."""
     builtins = sys.modules["builtins"]
     builtins.exit = builtins.quit = sys.exit  # type: ignore[attr-defined]
     if os.path.isdir(LIBRARIES):
         sys.path.append(LIBRARIES)
+        # For Python programs that the agent starts.
         os.environ["PYTHONPATH"] = LIBRARIES
     sys.path.append("/usr/lib/python3/dist-packages")
 
 
 def open_output() -> int:
-    """A nameless file for what is printed. A file, not a pipe: a flood meets the disk limit and blocks nobody."""
+    """Open a nameless file for printed output, or /dev/null when the disk is full.
+
+    A file and not a pipe: endless output runs into the disk limit, and nobody has to read it meanwhile."""
     try:
         return open_nameless()
-    except OSError:  # the agent filled the disk in an earlier session of this lease: run on, without printed output
+    # The agent filled the disk earlier in this lease: go on without printed output.
+    except OSError:
         return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
 
 def open_nameless() -> int:
+    # O_APPEND: after `take_output` truncates the file, writers go on at its new end and not at their old offset.
     flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
     try:
         return os.open(TEMPORARY, os.O_TMPFILE | flags, 0o600)
-    except OSError:  # gVisor knows no O_TMPFILE
+    # gVisor has no O_TMPFILE.
+    except OSError:
         path = f"{TEMPORARY}/output-{time.monotonic_ns()}"
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | flags, 0o600)
         os.unlink(path)
@@ -485,23 +653,25 @@ def open_nameless() -> int:
 
 
 def serve_tools(tools: Tools, limits: dict[str, Any]) -> None:
-    """Perform requests until the runner ends this process."""
+    """Serve requests until the runner kills this process."""
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     gc.enable()
+    # The byte that `await_ready` waits for: from here on a death is the agent's doing.
     write_all(SESSION_SOCKET, b"+")
     while True:
-        (length,) = LENGTH.unpack(read_exactly(SESSION_SOCKET, LENGTH.size))
+        number, tag, length = FRAME.unpack(read_exactly(SESSION_SOCKET, FRAME.size))
         name, arguments = marshal.loads(read_exactly(SESSION_SOCKET, length))
         value, error = perform(name, arguments, tools)
+        # Flushed first: `compose` reads the file.
         is_written = flush_outputs()
         answer = compose(value, error, limits["output_bytes_max"])
         if not is_written:
             discard_unwritten()
-        write_all(SESSION_SOCKET, LENGTH.pack(len(answer)) + answer)
+        write_all(SESSION_SOCKET, FRAME.pack(number, tag, len(answer)) + answer)
 
 
 def flush_outputs() -> bool:
-    """False when the disk is full or the agent's code closed the files: what was written before is still shown."""
+    """Flush stdout and stderr. False when the disk is full or the agent's code closed them; earlier output is kept."""
     is_written = True
     for output in OUTPUTS:
         try:
@@ -512,12 +682,14 @@ def flush_outputs() -> bool:
 
 
 def discard_unwritten() -> None:
-    """What could not be written must not turn up in the next answer."""
+    """Empty the buffers that could not be written, so that they do not turn up in the next response."""
     try:
         kept = os.dup(1), os.dup(2)
-    except OSError:  # closed by the agent's code
+    # The agent's code closed them.
+    except OSError:
         return
     null = os.open("/dev/null", os.O_WRONLY)
+    # A text stream cannot drop its buffer, so it is flushed into /dev/null.
     os.dup2(null, 1)
     os.dup2(null, 2)
     flush_outputs()
@@ -528,7 +700,7 @@ def discard_unwritten() -> None:
 
 
 def perform(name: str, arguments: dict[str, Any], tools: Tools) -> tuple[str, str | None]:
-    """The tool's answer and the kind of error, if any. A tool's globals live as long as the session."""
+    """Run a tool: its result and the kind of error, if any. Its globals live as long as this process."""
     try:
         value = tools[name][name](**arguments)
         if value is None or isinstance(value, str):
@@ -540,24 +712,26 @@ def perform(name: str, arguments: dict[str, Any], tools: Tools) -> tuple[str, st
         return f"error: {error}", "agent"
     except MemoryError:
         return "error: the memory of the sandbox is used up: work on less at once", "agent"
-    except BaseException as error:  # whatever a tool does, the session answers
+    # Also SystemExit and KeyboardInterrupt: whatever a tool raises, there is a response.
+    except BaseException as error:
         return f"error: {type(error).__name__}: {error}", "tool"
 
 
 def compose(value: str, error: str | None, output_bytes_max: int) -> bytes:
-    """What was printed, then the value. One byte more than the limit is passed on, and the true length."""
+    """The response: what was printed, then the value, cut to one byte more than the limit; with the true length."""
     printed, printed_bytes = take_output(output_bytes_max + 1)
     if printed and value and not printed.endswith(b"\n"):
         printed, printed_bytes = printed + b"\n", printed_bytes + 1
     returned = value.encode("utf-8", "backslashreplace")
     if error is not None and printed_bytes + len(returned) > output_bytes_max:
-        printed = printed[: max(0, output_bytes_max - len(returned))]  # of too much output and an error, keep the error
+        # With too much output and an error, the error is kept.
+        printed = printed[: max(0, output_bytes_max - len(returned))]
     content = (printed + returned)[: output_bytes_max + 1]
     return SAID.pack(ERRORS.index(error), printed_bytes + len(returned)) + content
 
 
 def take_output(bytes_max: int) -> tuple[bytes, int]:
-    """The beginning of what was printed since the last call, and how much it was."""
+    """The first `bytes_max` bytes printed since the last call, and how many there were in all. Empties the file."""
     try:
         size = os.fstat(1).st_size
         if size == 0:
@@ -565,7 +739,8 @@ def take_output(bytes_max: int) -> tuple[bytes, int]:
         printed = os.pread(1, bytes_max, 0)
         os.ftruncate(1, 0)
         return printed, size
-    except OSError:  # the agent's code closed or replaced descriptor 1
+    # The agent's code closed or replaced descriptor 1.
+    except OSError:
         return b"", 0
 
 
@@ -573,10 +748,11 @@ def take_output(bytes_max: int) -> tuple[bytes, int]:
 
 
 def parent_and_name(path: str, create: bool) -> tuple[int, str]:
-    """An open folder under /work and the last part of the path. No link is followed, whoever put it there."""
+    """Open the parent folder of a path under /work; returns its descriptor and the last part. Follows no links."""
     parts = [part for part in path.removeprefix(WORK + "/").split("/") if part not in ("", ".")]
     if not parts or ".." in parts or (path.startswith("/") and not path.startswith(WORK + "/")):
         raise PermissionError(1, "path is not under /work", path)
+    # Step by step through descriptors: a running process of the agent cannot exchange a checked folder for a link.
     folder = os.open(WORK, DIRECTORY_FLAGS)
     for part in parts[:-1]:
         try:
@@ -590,9 +766,10 @@ def parent_and_name(path: str, create: bool) -> tuple[int, str]:
 
 
 def open_folder(name: str, parent: int) -> int:
-    """Through no link. The comparison is for gVisor, which follows one in spite of O_NOFOLLOW with O_DIRECTORY."""
+    """Open a folder, but not through a link."""
     before = os.stat(name, dir_fd=parent, follow_symlinks=False)
     descriptor = os.open(name, DIRECTORY_FLAGS, dir_fd=parent)
+    # For gVisor, which follows a link in spite of O_NOFOLLOW when O_DIRECTORY is given too.
     if not os.path.samestat(before, os.fstat(descriptor)):
         os.close(descriptor)
         raise NotADirectoryError(20, "not a folder, or a link to one", name)
@@ -603,7 +780,8 @@ def make_folder(name: str, folder: int) -> None:
     try:
         os.mkdir(name, 0o755, dir_fd=folder)
     except FileExistsError:
-        return  # the open that follows decides whether it is a folder
+        # Whether it is a folder is decided when it is opened.
+        return
     if os.getuid() == 0:
         os.chown(name, SESSION_USER, SESSION_USER, dir_fd=folder, follow_symlinks=False)
 
@@ -614,13 +792,15 @@ def give_to_agent(descriptor: int) -> None:
 
 
 def read_file(path: str, bytes_max: int) -> bytes:
-    """A regular file with one name, at most `bytes_max` long; never a link, a device or a pipe."""
+    """Read a regular file with one name, at most `bytes_max` long. PermissionError for anything else."""
     folder, name = parent_and_name(path, create=False)
     try:
+        # O_NONBLOCK: opening a pipe must not wait for a writer.
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     finally:
         os.close(folder)
-    try:  # not `with open(…)`: for a folder that raises and leaves the descriptor open, and the lease's inode with it
+    # Not `with open(…)`: for a folder that raises and leaves the descriptor open, which keeps an inode in use.
+    try:
         check_plain(descriptor, path)
         size = os.fstat(descriptor).st_size
         if size > bytes_max:
@@ -633,8 +813,9 @@ def read_file(path: str, bytes_max: int) -> bytes:
 
 
 def write_file(path: str, data: bytes, mode: int = 0o644) -> None:
-    """Create or replace a regular file, making its folders."""
+    """Create or replace a regular file and make its folders. PermissionError for anything else of that name."""
     folder, name = parent_and_name(path, create=True)
+    # No O_TRUNC: what was opened is checked before anything is changed.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(name, flags, 0o644, dir_fd=folder)
@@ -657,7 +838,7 @@ def check_plain(descriptor: int, path: str) -> None:
 
 
 def pack_work(bytes_max: int) -> bytes:
-    """/work as a tar: folders and plain files with one name. Links, pipes and devices are left out, never followed."""
+    """/work as a tar of folders and plain files with one name. Links, pipes and devices are left out."""
     import tarfile
 
     stream = Bounded(bytes_max)
@@ -687,7 +868,7 @@ def names_in(folder: str) -> list[str]:
 
 
 class Bounded(io.BytesIO):
-    """Refuses to grow beyond a size, before it has."""
+    """Raises PermissionError instead of growing beyond a size."""
 
     def __init__(self, bytes_max: int) -> None:
         super().__init__()
@@ -700,7 +881,7 @@ class Bounded(io.BytesIO):
 
 
 def pack_entry(archive: Any, path: str) -> bool:
-    """Add one folder or file. True for a folder, whose entries are to follow."""
+    """Add one folder or file. True for a folder, whose entries the caller adds next."""
     import tarfile
 
     entry = tarfile.TarInfo(path)
@@ -711,6 +892,7 @@ def pack_entry(archive: Any, path: str) -> bool:
         archive.addfile(entry)
         return True
     if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+        # Checks again without following links: the entry may have been exchanged since the lstat.
         data = read_file(path, status.st_size)
         entry.size = len(data)
         archive.addfile(entry, io.BytesIO(data))
@@ -718,7 +900,7 @@ def pack_entry(archive: Any, path: str) -> bool:
 
 
 def unpack_work(data: bytes) -> None:
-    """Write what `pack_work` packed. Anything else in the tar is refused; no link is followed on the way."""
+    """Write the files of a tar that `pack_work` made. PermissionError for entries of any other kind."""
     import tarfile
 
     try:
@@ -743,16 +925,15 @@ def unpack_entry(archive: Any, entry: Any) -> None:
 
 
 def used(path: str) -> tuple[int, int]:
-    """Blocks and inodes in use on the file system of `path`, as the kernel counts them."""
+    """Blocks and inodes in use on the file system of `path`."""
     status = os.statvfs(path)
     return status.f_blocks - status.f_bfree, status.f_files - status.f_ffree
 
 
 def wipe(root: str) -> None:
-    """Empty a folder whatever is in it. Nothing else may run meanwhile.
-
-    A subfolder's folders are moved up into the root before it is removed, so a tree of any depth needs no recursion and
-    no long paths, and each entry is handled at most twice."""
+    """Remove everything in a folder. No other process may run meanwhile."""
+    # Subfolders are moved up into the root before their parent is removed: a tree of any depth needs no recursion and
+    # no paths beyond PATH_MAX, and each entry is handled at most twice.
     os.chmod(root, 0o755)
     counter = itertools.count()
     while True:
@@ -765,16 +946,19 @@ def wipe(root: str) -> None:
                 dissolve(path, root, counter)
             else:
                 os.unlink(path)
-    os.utime(root, (0, 0))  # times are state too
+    # Times are state too: a lease could leave a mark in them.
+    os.utime(root, (0, 0))
 
 
 def dissolve(path: str, root: str, counter: itertools.count[int]) -> None:
     """Remove one folder; its subfolders move to fresh names in the root."""
-    os.chmod(path, 0o700)  # it may be 000; the caller made sure that it is no link
+    # Its mode may be 000. The caller made sure that it is not a link.
+    os.chmod(path, 0o700)
     for name in os.listdir(path):
         inner = os.path.join(path, name)
         if stat.S_ISDIR(os.lstat(inner).st_mode):
-            os.chmod(inner, 0o700)  # a folder that changes its parent must be writable
+            # Moving a folder to another parent rewrites its "..", so it must be writable.
+            os.chmod(inner, 0o700)
             os.rename(inner, fresh_name(root, counter))
         else:
             os.unlink(inner)
@@ -784,6 +968,7 @@ def dissolve(path: str, root: str, counter: itertools.count[int]) -> None:
 def fresh_name(root: str, counter: itertools.count[int]) -> str:
     while True:
         path = os.path.join(root, f"wiped-{next(counter)}")
+        # The agent may have made files of this name.
         if not os.path.lexists(path):
             return path
 
@@ -813,7 +998,8 @@ def read_request(descriptor: int) -> tuple[dict[str, Any], bytes]:
 
 def write_answer(descriptor: int, answer: Answer) -> None:
     status, detail, errno, body = answer
-    sentence = detail.encode("utf-8", "backslashreplace")
+    # Cut: a sentence repeats paths and names of the agent's choice.
+    sentence = detail.encode("utf-8", "backslashreplace")[:SENTENCE_BYTES_MAX]
     prefix = ANSWER.pack(STATUSES.index(status), errno, len(sentence), len(body))
     write_all(descriptor, prefix + sentence + body)
 

@@ -1,8 +1,8 @@
-"""A sandbox without a sandbox: tools are Python functions in this process, or observations that were recorded.
+"""A backend without isolation: tools are Python functions in this process, or recorded observations.
 
-For tests, simulated worlds, and rollouts that must see again what was seen once, such as search results.
+For tests, simulated worlds, and rollouts that must see recorded results again, such as those of a search.
 
-Not covered: isolation of any kind, and limits. Never give it a tool that runs what an agent wrote.
+Not covered: isolation of any kind, and limits. Never give it a tool that runs code of an agent.
 """
 
 import asyncio
@@ -16,34 +16,37 @@ from typing import Any
 
 import msgspec
 
-from sandboxes.protocol import Arguments, ErrorKind, SandboxFailed, ToolResult
+from replayground.sandboxes.protocol import Arguments, ErrorKind, SandboxFailed, ToolResult
 
 type Script = Callable[[Arguments], str]
 type Recorded = tuple[str, Arguments, ToolResult]
 
 
 class ScriptedBackend:
-    """Opens sandboxes whose tools are the given functions. A function that raises ValueError is an agent error."""
+    """Opens sandboxes whose tools are the given functions. A ValueError that a function raises is an agent error."""
 
     isolation = "scripted"
 
     def __init__(
         self, scripts: Mapping[str, Script] | None = None, recording: "RecordedObservations | None" = None
     ) -> None:
-        """A tool that has no function is answered from the recording, if there is one."""
+        """A tool without a function is answered from the recording, if there is one; SandboxFailed otherwise."""
         self.scripts = dict(scripts or {})
         self.recording = recording
         self.opened: list[ScriptedSandbox] = []
 
-    async def open(self, slot: int) -> "ScriptedSandbox":
+    async def open(self, slot: int, apart: bool = False) -> "ScriptedSandbox":
         sandbox = ScriptedSandbox(self.scripts, self.recording)
         self.opened.append(sandbox)
         return sandbox
 
+    def has_room(self) -> bool:
+        return True
+
 
 class RecordedObservations:
-    """Observations by call. A call that was made several times is answered in the order of the recording, in each
-    lease anew; when it is made more often than it was recorded, the last answer is repeated."""
+    """Observations by call. A call that was recorded several times is answered in the order of the recording, starting
+    again with each lease; when it is made more often than recorded, the last result is repeated."""
 
     def __init__(self, calls: Iterable[Recorded]) -> None:
         self.results: dict[bytes, list[ToolResult]] = {}
@@ -52,8 +55,8 @@ class RecordedObservations:
 
     @classmethod
     def of_records(cls, records: Iterable[Mapping[str, Any]]) -> "RecordedObservations":
-        """From records of calls (call_id, tool, arguments) and of what was observed (call_id, content, is_error,
-        error_kind, milliseconds), as plain data and in any order. ValueError for an observation of no call.
+        """From records of calls (call_id, tool, arguments) and of observations (call_id, content, is_error, error_kind,
+        milliseconds), as plain data and in any order. ValueError for an observation without its call.
 
         Arguments may be a mapping or JSON text. A call without an observation is left out."""
         told = list(records)
@@ -74,11 +77,12 @@ def recorded(calls: Mapping[str, Mapping[str, Any]], observed: Mapping[str, Any]
 
 
 def call_key(tool: str, arguments: Arguments) -> bytes:
+    # Sorted keys: the same arguments in another order are the same call.
     return msgspec.json.encode((tool, arguments), order="deterministic")
 
 
 class ScriptedSandbox:
-    """Files in a dictionary, tools in another."""
+    """Keeps files in a dictionary and calls functions. Calls block the event loop for as long as the function runs."""
 
     isolation = "scripted"
 
@@ -99,7 +103,7 @@ class ScriptedSandbox:
     def is_alive(self) -> bool:
         return not self.closed
 
-    async def call(self, tool: str, arguments: Arguments, key: str) -> ToolResult:
+    async def call(self, tool: str, arguments: Arguments, key: str, session: str = "") -> ToolResult:
         self._check_open()
         if key not in self._results:
             self._results[key] = self._run(tool, arguments)
@@ -167,6 +171,7 @@ class ScriptedSandbox:
         if key not in self._replayed:
             self._replayed[key] = deque(self._known(key))
         waiting = self._replayed[key]
+        # The last one stays, to be repeated.
         return waiting.popleft() if len(waiting) > 1 else waiting[0]
 
     def _known(self, key: bytes) -> Sequence[ToolResult]:

@@ -1,11 +1,11 @@
-"""The tools `browser_…`: a real Chromium, driven by Playwright, in a jail whose only way out is a proxy (page_proxy.py).
+"""The tools `browser_…`: Chromium, driven by Playwright, in a jail whose only way out is a proxy (page_proxy.py).
 
-One browser process serves many rollouts, each in a browser context of its own (own cookies, storage, cache and proxy
-address), because a browser with a page costs about 400 MB, and a further context with a page about 65 MB. Pages are kept
-apart by Chromium's site isolation and its own sandbox. `rollouts_per_browser_max = 1` gives each rollout a process of its own.
+One browser process serves many rollouts, each in its own browser context (cookies, storage, cache and proxy address),
+because a browser with a page costs about 400 MB, and a further context with a page about 65 MB. Chromium's site
+isolation and sandbox separate the pages. `rollouts_per_browser_max = 1` gives each rollout its own process.
 
-An element is named by its reference in the tree, such as e12. A reference stays with its element for as long as that is
-on the page. Every answer shows the page as it is after the call, so that the agent need not ask for it.
+An element is addressed by its reference in the tree, such as e12. A reference stays with its element for as long as
+that is on the page. Every result shows the page after the call, so that the agent need not ask for it.
 
 Not covered: uploads; sound and video; pages that need a GPU.
 """
@@ -34,9 +34,9 @@ from playwright.async_api import (
 from playwright.async_api import Error as PlaywrightError
 from playwright.async_api import TimeoutError as PlaywrightTimeout
 
-from sandboxes.outside.browser_process import PROXY_PORT, BrowserProcess
-from sandboxes.outside.config import BrowserSettings
-from sandboxes.outside.contract import (
+from replayground.sandboxes.outside.browser_process import PROXY_PORT, BrowserProcess
+from replayground.sandboxes.outside.config import BrowserSettings
+from replayground.sandboxes.outside.contract import (
     MethodSession,
     OutsideFailed,
     OutsideTool,
@@ -46,14 +46,16 @@ from sandboxes.outside.contract import (
     method_tools,
     tool_method,
 )
-from sandboxes.protocol import Blob, SandboxUnavailable
-from sandboxes.tools.tool import ToolError
-from sandboxes.worlds.world import plain_url
+from replayground.sandboxes.protocol import Blob, SandboxUnavailable
+from replayground.sandboxes.tools.tool import ToolError
+from replayground.sandboxes.worlds.world import plain_url
 
 logger = logging.getLogger(__name__)
 
+# A prefix such as f1 names the frame that the element is in.
 REFERENCE = re.compile(r"(f\d+)?e\d+")
 NOTES_MAX = 20
+# After an action: how often it is checked whether requests are pending, and for how long at most.
 REST_CHECK_SECONDS = 0.05
 REST_SECONDS_MAX = 3.0
 SCROLLS = {"down": 0.8, "up": -0.8, "top": -1e9, "bottom": 1e9}
@@ -65,7 +67,7 @@ CLOSE_TIMEOUT_SECONDS = 10.0
 
 
 class Browser:
-    """Offers the browser's tools; starts browsers as rollouts ask for them."""
+    """The provider of the browser tools. Starts browsers on demand."""
 
     def __init__(self, settings: BrowserSettings | None = None) -> None:
         self.settings = settings or BrowserSettings()
@@ -73,16 +75,17 @@ class Browser:
             BrowserSession, self, "browser", self.settings.call_timeout_seconds
         )
         self.processes: set[BrowserProcess] = set()
-        """Those that run now, for those who watch."""
+        """The browsers that run now."""
         self._slots = asyncio.Semaphore(self.settings.rollouts_at_once_max)
         self._starting = asyncio.Lock()
         self._playwright: Playwright | None = None
         self._current: BrowserProcess | None = None
 
     async def start(self) -> None:
-        """Nothing: a program whose rollouts never browse never starts a browser."""
+        """Does nothing: the first rollout that browses starts a browser."""
 
     async def open(self, rollout_handle: RolloutHandle) -> "BrowserSession":
+        # Waits while `rollouts_at_once_max` rollouts have a session.
         await self._slots.acquire()
         try:
             process = await self._acquire_browser()
@@ -93,6 +96,7 @@ class Browser:
         try:
             await session.start()
         except BaseException as error:
+            # Releases the slot, the proxy address and the session's share of the browser.
             await session.close()
             if isinstance(error, PlaywrightError):
                 raise OutsideFailed(f"no browser context could be opened: {explain(error)}") from error
@@ -105,18 +109,21 @@ class Browser:
         await self._end_driver()
 
     async def give_back(self, process: BrowserProcess, is_healthy: bool) -> None:
-        """A session has ended. A browser that has served enough, or whose page would not go, ends with its last one."""
+        """Release the share of an ended session. A browser that takes no more rollouts ends with its last session."""
         process.sessions -= 1
         self._slots.release()
+        # A browser whose context did not close gets no new rollouts.
         if not is_healthy and self._current is process:
             self._current = None
         if process.sessions == 0 and (process is not self._current or process.rollouts_left == 0):
             await self._end(process)
 
     async def _acquire_browser(self) -> BrowserProcess:
-        """A browser with room for one more rollout, which is counted at once."""
+        """A browser for one more rollout, which is counted here."""
+        # One at a time, so that two rollouts do not each start a browser.
         async with self._starting:
             if self._current is None or not self._current.is_alive or self._current.rollouts_left == 0:
+                # With sessions left it is ended by the last `give_back`.
                 if self._current is not None and self._current.sessions == 0:
                     await self._end(self._current)
                 self._current = None
@@ -136,7 +143,8 @@ class Browser:
             await process.start(self._playwright)
         except BaseException:
             await self._end(process)
-            if not self.processes:  # it may be the driver that is at fault: the next one gets a new one
+            # The Playwright driver may be at fault: with no browser left, the next start gets a new driver.
+            if not self.processes:
                 await self._end_driver()
             raise
         return process
@@ -144,7 +152,8 @@ class Browser:
     async def _end_driver(self) -> None:
         driver, self._playwright = self._playwright, None
         if driver is not None:
-            with contextlib.suppress(Exception):  # of a driver that died, anything may be raised
+            # A driver that has died may raise anything.
+            with contextlib.suppress(Exception):
                 async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await driver.stop()
 
@@ -156,7 +165,7 @@ class Browser:
 
 
 class BrowserSession(MethodSession):
-    """The tabs of one rollout."""
+    """One rollout's browser context with its tabs."""
 
     def __init__(self, provider: Browser, process: BrowserProcess, rollout_handle: RolloutHandle) -> None:
         self._provider = provider
@@ -174,6 +183,7 @@ class BrowserSession(MethodSession):
 
     async def start(self) -> None:
         assert self._process.chromium is not None
+        # By default Chromium bypasses the proxy for loopback addresses; <-loopback> removes that rule.
         proxy = ProxySettings(server=f"http://{self._address}:{PROXY_PORT}", bypass="<-loopback>")
         self._context = await self._process.chromium.new_context(
             proxy=proxy,
@@ -194,6 +204,7 @@ class BrowserSession(MethodSession):
     async def close(self) -> None:
         if self._closed:
             return
+        # Before the first await: a second close must not release the slot twice.
         self._closed = True
         is_healthy = self._process.is_alive
         try:
@@ -220,7 +231,8 @@ class BrowserSession(MethodSession):
         except ValueError:
             raise ToolError(f"{url!r} is no address of a web page; it begins with http:// or https://") from None
         refusal = self._process.proxy.refusal(self._address, address)
-        if refusal is not None:  # the proxy would say so too, but of https the browser shows only that it failed
+        # The proxy would refuse it too, but for https the browser shows only that the connection failed.
+        if refusal is not None:
             raise ToolError(refusal)
         async with self._acting() as page:
             await self._go(page, address)
@@ -278,6 +290,7 @@ class BrowserSession(MethodSession):
         """Go back to the page before; from a new tab, to the tab before."""
         async with self._acting() as page:
             before = page.url
+            # go_back returns None also for a page without a response, such as a change of the fragment.
             if await page.go_back() is None and page.url == before:
                 if len(self._tabs) == 1:
                     raise ToolError("there is no page before this one")
@@ -308,6 +321,7 @@ class BrowserSession(MethodSession):
             picture = await self._picture(page, full_page)
         if len(picture) > self._settings.screenshot_bytes_max:
             raise ToolFailed(f"the picture has {len(picture)} bytes; {self._settings.screenshot_bytes_max} are allowed")
+        # The IHDR chunk of a PNG has width and height at bytes 16 and 20.
         width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))
         text = f"screenshot of {self.page.url}, {width}×{height} px"
         if save_as is not None:
@@ -325,7 +339,8 @@ class BrowserSession(MethodSession):
             self._note("the page is still loading")
             return
         except PlaywrightError:
-            with contextlib.suppress(PlaywrightError):  # the browser's own error page is on its way, and comes first
+            # The browser's own error page is still loading, and would interrupt the next navigation.
+            with contextlib.suppress(PlaywrightError):
                 await page.wait_for_url("chrome-error://**", timeout=REST_SECONDS_MAX * 1000)
             raise
         if response is not None and response.status >= 400:
@@ -333,10 +348,12 @@ class BrowserSession(MethodSession):
 
     @contextlib.asynccontextmanager
     async def _acting(self) -> AsyncIterator[Page]:
-        """The page to act on; afterwards waits until what the action began has come to rest."""
+        """Yields the page to act on. Afterwards waits until the requests that the action started have ended."""
+        # Requests from before, such as a long poll, must not delay this action.
         self._pending.clear()
         try:
             with self._translate_errors():
+                # The page crashed or closed itself.
                 if not self._tabs:
                     assert self._context is not None
                     await self._context.new_page()
@@ -347,27 +364,29 @@ class BrowserSession(MethodSession):
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """What Playwright raises, in the words of the contract."""
+        """Turns errors of Playwright into those of the contract."""
         try:
             yield
         except PlaywrightTimeout as error:
             raise ToolError(f"this could not be done in time: {explain(error)}") from None
         except PlaywrightError as error:
+            # Whatever Playwright reports, a dead browser is an infra error.
             if not self._process.is_alive:
                 raise OutsideFailed("the browser died") from error
             raise ToolError(explain(error)) from None
 
     @property
     def page(self) -> Page:
-        """The tab that was opened last."""
+        """The tab that was opened last. ToolError when none is open."""
         if not self._tabs:
             raise ToolError(f"no page is open: {'; '.join(self._take_notes()) or 'open one first'}")
         return self._tabs[-1]
 
     async def _come_to_rest(self) -> None:
-        """Give handlers of the page a moment to begin requests, then requests some time to end."""
+        """Wait a moment for the page to start requests, then a bounded time for them to end."""
         deadline = asyncio.get_running_loop().time() + REST_SECONDS_MAX
         while self._tabs:
+            # Before the first check: an event handler of the page may start a request only after the click returns.
             await asyncio.sleep(REST_CHECK_SECONDS)
             if not self._pending or asyncio.get_running_loop().time() > deadline:
                 break
@@ -376,7 +395,7 @@ class BrowserSession(MethodSession):
                 await self.page.wait_for_load_state("load", timeout=REST_SECONDS_MAX * 1000)
 
     async def _render_page(self, first_line: int = 1) -> ToolOutput:
-        """Title, address, what happened meanwhile, and as much of the tree as one answer may hold."""
+        """The result: title, URL, notes, and as much of the tree as one result may hold."""
         page = self.page
         with self._translate_errors():
             tree = (await page.aria_snapshot(mode="ai") or "(the page is empty)").split("\n")
@@ -391,6 +410,7 @@ class BrowserSession(MethodSession):
         room = self._settings.page_characters_max
         for line in tree[first_line - 1 :]:
             room -= len(line) + 1
+            # The first line is always shown, cut if it must be.
             if room < 0 and shown:
                 break
             shown.append(line[: self._settings.page_characters_max])
@@ -403,11 +423,12 @@ class BrowserSession(MethodSession):
     async def _picture(self, page: Page, full_page: bool) -> bytes:
         if not full_page:
             return await page.screenshot(type="png", animations="disabled")
-        # the page's word for its own height is not asked for: it may lie
+        # Clipped by a fixed height and not by what the page claims its height is: the picture is held in memory.
         whole = FloatRect(x=0, y=0, width=self._settings.width, height=self._settings.screenshot_height_max)
         return await page.screenshot(type="png", animations="disabled", full_page=True, clip=whole)
 
     def _note(self, text: str) -> None:
+        # A page can open dialogs without end.
         if len(self._notes) < NOTES_MAX:
             self._notes.append(text)
 
@@ -450,9 +471,11 @@ class BrowserSession(MethodSession):
         self._note("the page asked for a file to upload: this browser has none")
 
     async def _on_dialog(self, dialog: Dialog) -> None:
+        # A beforeunload dialog is always accepted: cancelled, it would keep the page from being left.
         answer = "Cancel" if self._dismissing and dialog.type != "beforeunload" else "OK"
         self._note(f"the page showed a dialog ({dialog.type}): {dialog.message[:500]!r}; it was answered {answer}")
-        with contextlib.suppress(PlaywrightError):  # the page may have gone
+        # The page may have closed meanwhile.
+        with contextlib.suppress(PlaywrightError):
             await (dialog.dismiss() if answer == "Cancel" else dialog.accept())
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -466,7 +489,8 @@ class BrowserSession(MethodSession):
 
 
 async def element(page: Page, reference: str) -> Locator:
-    """The element of a reference. ToolError when the page has none such now."""
+    """The element with this reference. ToolError when it is not on the page now."""
+    # Nothing else may reach the selector engine, which understands CSS, XPath and more.
     if not REFERENCE.fullmatch(reference):
         raise ToolError(f"{reference!r} is no reference of an element; the page's tree has them, such as e12")
     found = page.locator(f"aria-ref={reference}")
@@ -476,7 +500,7 @@ async def element(page: Page, reference: str) -> Locator:
 
 
 def explain(error: PlaywrightError) -> str:
-    """Playwright's complaint without its log: the first line, and what stood in the way of a click."""
+    """The message of a Playwright error without its log: the first line, and what blocked a click."""
     text = re.sub(r"^\w+\.\w+: ", "", str(error))
     first, *log = text.splitlines()
     blocked = next(

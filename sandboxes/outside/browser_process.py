@@ -1,4 +1,4 @@
-"""One Chromium in its jail: a network namespace with nothing in it but loopback, and one Unix socket, the proxy's."""
+"""One Chromium in its jail: a network namespace with loopback only, and one Unix socket, that of the proxy."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,15 @@ from playwright.async_api import Browser as Chromium
 from playwright.async_api import Error as PlaywrightError
 from playwright.async_api import Playwright
 
-from sandboxes.outside.config import BrowserSettings
-from sandboxes.outside.contract import OutsideFailed
-from sandboxes.outside.jail import Jail
-from sandboxes.outside.page_proxy import PageProxy
+from replayground.sandboxes.outside.config import BrowserSettings
+from replayground.sandboxes.outside.contract import OutsideFailed
+from replayground.sandboxes.outside.jail import Jail
+from replayground.sandboxes.outside.page_proxy import PageProxy
 
 PROXY_PORT = 3128
 START_TIMEOUT_SECONDS = 60.0
 CLOSE_TIMEOUT_SECONDS = 10.0
+# All traffic goes through the proxy, loopback too. WebRTC and QUIC would use UDP, which no proxy carries.
 ARGUMENTS = (
     "--proxy-bypass-list=<-loopback>",
     "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
@@ -47,7 +48,9 @@ class BrowserProcess:
         socket_path = self._folder / "proxy"
         await self.proxy.start(str(socket_path))
         self._folder.chmod(0o711)
-        socket_path.chmod(0o666)  # the uid of the jail connects; the folder's name is nobody else's business
+        # The jail's uid must be able to connect. Others cannot find it: the folder has a random name.
+        socket_path.chmod(0o666)
+        # Trusts only the key of this proxy, for pages of the world by https; other certificates are checked as usual.
         arguments = [*ARGUMENTS, f"--ignore-certificate-errors-spki-list={self.proxy.key_digest}"]
         try:
             self.chromium = await playwright.chromium.launch(
@@ -55,6 +58,7 @@ class BrowserProcess:
                 args=arguments,
                 chromium_sandbox=self.settings.chromium_sandbox,
                 timeout=START_TIMEOUT_SECONDS * 1000,
+                # Nothing of this program's environment reaches the browser.
                 env={},
             )
         except PlaywrightError as error:
@@ -65,12 +69,13 @@ class BrowserProcess:
             with contextlib.suppress(PlaywrightError, TimeoutError):
                 async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await self.chromium.close()
+        # After the polite end: kills whatever is left in the cgroup.
         await self._jail.aclose()
         await self.proxy.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _launcher(self, socket_path: Path) -> Path:
-        """Playwright starts one file with Chromium's arguments: this one, which puts the jail in front of them."""
+        """Write the script that Playwright starts as Chromium: it runs Chromium in the jail with the same arguments."""
         forwarder = ("/usr/bin/python3", "-I", "/forwarder.py", "/proxy", str(PROXY_PORT))
         launched = self._jail_with(socket_path).launched([*forwarder, self.settings.chromium])
         command = await self._jail.enter_async_context(launched)

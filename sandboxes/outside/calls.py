@@ -1,12 +1,13 @@
-"""The outside calls of one rollout: who serves it is opened at the first call, its errors are classed, its time bounded."""
+"""The calls of one rollout to tools outside the sandbox: opens sessions at the first call, bounds the time of a call,
+sorts errors by kind, and retries idempotent tools."""
 
 import asyncio
 import itertools
 import logging
 import time
 
-from sandboxes.limits import Limits
-from sandboxes.outside.contract import (
+from replayground.sandboxes.limits import Limits
+from replayground.sandboxes.outside.contract import (
     OutsideFailed,
     OutsideTool,
     Provider,
@@ -15,8 +16,8 @@ from sandboxes.outside.contract import (
     ToolOutput,
     ToolSession,
 )
-from sandboxes.protocol import Arguments, ErrorKind, SandboxFailed, ToolResult
-from sandboxes.tools.tool import ToolError
+from replayground.sandboxes.protocol import Arguments, ErrorKind, SandboxFailed, ToolResult
+from replayground.sandboxes.tools.tool import ToolError
 
 logger = logging.getLogger(__name__)
 
@@ -28,28 +29,27 @@ KEYS_REMEMBERED_MAX = 64
 
 
 class OutsideCalls:
-    """Sessions of one rollout, by provider."""
+    """The tool sessions of one rollout, one for each provider that it uses."""
 
     def __init__(self, rollout_handle: RolloutHandle, output_bytes_max: int = Limits().output_bytes_max) -> None:
         self._rollout_handle = rollout_handle
         self._output_bytes_max = output_bytes_max
         self._sessions: dict[int, tuple[Provider, ToolSession]] = {}
-        "by identity: a provider need not be hashable"
+        "by id(): a provider need not be hashable; the provider is kept so that its id is not reused"
         self._results: dict[str, ToolResult] = {}
         self._closing: asyncio.Task[None] | None = None
 
     async def call(self, tool: OutsideTool, arguments: Arguments, key: str) -> ToolResult:
-        """A repeated `key` returns the first result and runs nothing. Raises SandboxFailed."""
+        """Call a tool. A repeated `key` returns the first result and runs nothing. Raises SandboxFailed only."""
         if key not in self._results:
             self._remember(key, await self._result(tool, arguments))
         return self._results[key]
 
     async def close(self) -> None:
-        """End all sessions. Idempotent; what cannot be ended in time is logged and left to its provider.
-
-        A rollout that is cancelled while it closes does not stop the closing, which goes on behind its back."""
+        """Close all sessions. Idempotent. A session that does not close in time is logged and left to its provider."""
         sessions, self._sessions = [session for _, session in self._sessions.values()], {}
         if sessions:
+            # A task of its own, shielded: if the rollout is cancelled meanwhile, the closing goes on in the background.
             self._closing = asyncio.create_task(self._close_all(sessions))
             await asyncio.shield(self._closing)
 
@@ -80,15 +80,18 @@ class OutsideCalls:
             return result(f"error: {error}", "tool")
         except TimeoutError:
             return result(f"error: {tool.name} did not answer within {self._seconds(tool):g} s", "tool")
+        # Includes OutsideFailed.
         except SandboxFailed:
             raise
-        except Exception as error:  # a bug of a provider must not end the rollout, and is not the agent's doing
+        # A bug of a provider must not end the rollout, and is not the agent's error.
+        except Exception as error:
             logger.exception("tool_failed", extra={"tool": tool.name})
             return result(f"error: {type(error).__name__}: {error}", "tool")
         return result(answer.content, None, answer)
 
     async def _attempts(self, tool: OutsideTool, arguments: Arguments) -> ToolOutput:
-        """Once; after an infra error again, if to do it twice is the same as once."""
+        """Call once. An idempotent tool is called again after an infra error, ATTEMPTS_MAX times in all."""
+        # Outside of the time limit: opening may have to wait for a free browser.
         session = await self._session(tool.provider)
         for attempt in itertools.count(1):
             try:
@@ -96,9 +99,13 @@ class OutsideCalls:
                     return await session.call(tool.name, arguments)
             except OutsideFailed as error:
                 if not tool.is_idempotent or attempt == ATTEMPTS_MAX:
+                    if tool.opening_proves_health:
+                        await self._reopen(tool.provider)
+                        raise ToolFailed(f"{error}. It was started anew: what it kept is lost") from error
                     raise
                 logger.warning("tool_call_retried", extra={"tool": tool.name, "attempt": attempt, "reason": str(error)})
             await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
+        # itertools.count never ends; mypy does not know.
         raise AssertionError("unreachable")
 
     async def _session(self, provider: Provider) -> ToolSession:
@@ -106,13 +113,20 @@ class OutsideCalls:
             self._sessions[id(provider)] = provider, await provider.open(self._rollout_handle)
         return self._sessions[id(provider)][1]
 
+    async def _reopen(self, provider: Provider) -> None:
+        """Open another session instead of the one that failed. Raises OutsideFailed when the provider itself fails."""
+        _, failed = self._sessions.pop(id(provider))
+        await self._close_all([failed])
+        await self._session(provider)
+
     def _seconds(self, tool: OutsideTool) -> float:
         return tool.call_timeout_seconds or CALL_TIMEOUT_SECONDS
 
     def _shorten(self, content: str) -> str:
+        # Replaced, not only for measuring: half a surrogate pair of a web page cannot be written to the log.
         encoded = content.encode(errors="replace")
         if len(encoded) <= self._output_bytes_max:
-            return content
+            return encoded.decode()
         kept = encoded[: self._output_bytes_max].decode(errors="ignore")
         return f"{kept}\n[truncated: {len(encoded)} bytes in all, the first {self._output_bytes_max} are shown]"
 

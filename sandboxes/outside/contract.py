@@ -1,12 +1,13 @@
-"""The contract of a tool that does its work outside the agent's sandbox. For the agent it is a tool like any other.
+"""The contract of a tool that runs outside the agent's sandbox. For the agent it is a tool like any other.
 
-A `Provider` lives as long as the program and offers tools. A `ToolSession` is what one rollout has of a provider: it is
-opened at the rollout's first call, and closed with the rollout. Nothing here blocks the event loop. Of errors:
+A `Provider` lives as long as the program and offers tools. A `ToolSession` is one rollout's share of a provider: it is
+opened at the rollout's first call and closed with the rollout. Nothing here blocks the event loop. Errors:
 
-* agent: `ToolError`, with a text that helps the agent (an element that is not there, a file that is no image).
-* tool:  `ToolFailed`, or any other exception (a bug), or no answer in time.
-* infra: `OutsideFailed` (a server that is away, a browser that died). It ends the rollout by infra_error, as the failure
-  of a sandbox does. A tool that says it is idempotent is called again first, a few times; any other is never repeated.
+* agent: `ToolError`, with a text that helps the agent (an element that is not there, a file that is not an image).
+* tool:  `ToolFailed`, any other exception (a bug), or no result in time.
+* infra: `OutsideFailed` (a server that is unreachable, a browser that died). It ends the rollout by infra_error, as the
+  failure of a sandbox does. A tool that declares itself idempotent is retried a few times first; no other is repeated.
+  Where opening a session proves that the provider is well (MCP), a call that ended its server is a tool error.
 """
 
 import functools
@@ -16,47 +17,47 @@ from typing import Any, Protocol
 
 import msgspec
 
-from sandboxes.protocol import Arguments, Blob, SandboxFailed
-from sandboxes.tools.schema import parameters_of
-from sandboxes.tools.tool import Tool
-from sandboxes.worlds.world import World
+from replayground.sandboxes.protocol import Arguments, Blob, SandboxFailed
+from replayground.sandboxes.tools.schema import parameters_of
+from replayground.sandboxes.tools.tool import Tool
+from replayground.sandboxes.worlds.world import World
 
 
 class OutsideFailed(SandboxFailed):
-    """What serves the tool failed, not the agent: it died, refused us, or did not answer."""
+    """The server or process behind the tool failed, not the agent: it died, refused the request, or did not answer."""
 
 
 class ToolFailed(Exception):
-    """The tool could not do its work and the agent cannot help it. Answers `error: <text>`, a tool error."""
+    """The tool failed and the agent can do nothing about it. Returned as `error: <text>`, a tool error."""
 
 
 class ToolOutput(msgspec.Struct, frozen=True):
-    """What a session says of a call that went well."""
+    """What a tool session returns for a successful call."""
 
     content: str
     blobs: tuple[Blob, ...] = ()
 
 
 class RolloutHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session may know of its rollout."""
+    """What a tool session is given of its rollout."""
 
     owner: str
     world: World
     get_file: Callable[[str], Awaitable[bytes]]
-    """Reads a file of the agent's sandbox, which is opened for it. OSError when there is none such."""
+    """Reads a file of the agent's sandbox; opens the sandbox if needed. OSError when there is no such file."""
     put_file: Callable[[str, bytes], Awaitable[None]]
-    """Writes one. OSError when the path is refused or the disk is full."""
+    """Writes a file there. OSError when the path is refused or the disk is full."""
 
 
 class ToolSession(Protocol):
     """One rollout's share of a provider. Its calls run one after another."""
 
     async def call(self, tool: str, arguments: Arguments) -> ToolOutput:
-        """Do the work. Raises as the module says. It may be cancelled when its time is over."""
+        """Run a tool. Raises as the module docstring says. Is cancelled when its time is over."""
         ...
 
     async def close(self) -> None:
-        """End all that belongs to the rollout. Idempotent; never raises for what is dead already."""
+        """Release everything that belongs to the rollout. Idempotent; never raises for what is dead already."""
         ...
 
 
@@ -65,38 +66,41 @@ class Provider(Protocol):
 
     @property
     def tools(self) -> Mapping[str, "OutsideTool"]:
-        """By name, in the order in which they are listed. Known after `start`."""
+        """Tools by name, in the order in which they are listed. Known after `start`."""
         ...
 
     async def start(self) -> None:
-        """Find out which tools there are. Raises OutsideFailed. What is expensive waits for the first session."""
+        """Find out which tools there are. Raises OutsideFailed. Expensive work should wait for the first session."""
         ...
 
     async def open(self, rollout_handle: RolloutHandle) -> ToolSession:
-        """A session for a rollout. Raises OutsideFailed, or SandboxUnavailable when this machine cannot."""
+        """Open a session for a rollout; may wait until one is free. Raises OutsideFailed or SandboxUnavailable."""
         ...
 
     async def close(self) -> None:
-        """End everything. Idempotent."""
+        """Close everything. Idempotent."""
         ...
 
 
 class OutsideTool(Tool, frozen=True, kw_only=True):
-    """A tool without source: its provider does the work. No backend is given it."""
+    """A tool without source, which its provider runs. It is not given to a backend."""
 
     source: str = ""
     needs: frozenset[str] = frozenset()
     family: str
-    """A name that stands for all tools of the provider wherever tools are named."""
+    """A name for all tools of the provider, usable wherever tools are named."""
     provider: Provider
     is_idempotent: bool = False
-    """True: to call it twice is the same as once, so an infra error may be answered by another attempt."""
+    """True: calling it twice has the same effect as once, so it is retried after an infra error."""
+    opening_proves_health: bool = False
+    """True: a provider that opens a new session is well. If a call failed there, the call made it fail: a tool error,
+    since an agent that knows such a call could end its rollout by infra_error whenever it likes."""
     checks_arguments: bool = False
-    """True: the session checks them by the whole of JSON schema; otherwise the workbench does, by their types."""
+    """True: the session validates arguments by the full JSON schema; False: the workbench checks names and types."""
 
 
 class MethodSession:
-    """A session whose tools are its methods that are marked by `tool_method`, by name."""
+    """A tool session whose tools are its methods marked by `tool_method`. The tool has the name of the method."""
 
     async def call(self, tool: str, arguments: Arguments) -> ToolOutput:
         answer: ToolOutput = await getattr(self, tool)(**arguments)
@@ -104,7 +108,7 @@ class MethodSession:
 
 
 class ToolMethod(msgspec.Struct, frozen=True):
-    """What `tool_method` leaves on a method."""
+    """What `tool_method` attaches to a method."""
 
     is_idempotent: bool
 
@@ -135,6 +139,7 @@ def method_tool(
 ) -> OutsideTool:
     documentation = inspect.getdoc(method) or ""
     signature = inspect.signature(method)
+    # `parameters_of` reads signature and type hints: this function has those of the method without self.
     without_self = functools.wraps(method)(lambda: None)
     without_self.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[parameter for name, parameter in signature.parameters.items() if name != "self"]

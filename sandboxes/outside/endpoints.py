@@ -1,12 +1,12 @@
 """The tools `ask_image` and `transcribe_audio`: a file of the agent's sandbox is sent to an OpenAI-compatible endpoint.
 
-The file is read through the sandbox's own `get`, which follows no link out of it, and its first bytes decide what it is,
-not its name. A question changes nothing, so an endpoint that is away is asked again, a few times.
+The file is read through the sandbox's own `get`, which follows no links, and its type is decided by its first bytes.
+The tools change nothing, so a request that failed is repeated a few times.
 
-Of an endpoint's refusals, those that speak of the request (400, 413, 415, 422) are the agent's error, since it chose the
-file; all others (a wrong key, an unknown model, too many requests, a server that is down) are infra errors.
+Status codes about the request (400, 413, 415, 422) are agent errors, since the agent chose the file. All others (a
+wrong key, an unknown model, too many requests, a server that is down) are infra errors.
 
-Not covered: what the endpoint does with the file. It leaves this machine if the endpoint is elsewhere.
+Not covered: what the endpoint does with the file. The file leaves this machine if the endpoint is elsewhere.
 """
 
 import base64
@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from sandboxes.outside.config import EndpointSettings
-from sandboxes.outside.contract import (
+from replayground.sandboxes.outside.config import EndpointSettings
+from replayground.sandboxes.outside.contract import (
     MethodSession,
     OutsideFailed,
     OutsideTool,
@@ -28,8 +28,9 @@ from sandboxes.outside.contract import (
     method_tools,
     tool_method,
 )
-from sandboxes.tools.tool import ToolError
+from replayground.sandboxes.tools.tool import ToolError
 
+# Added to the HTTP timeout: that is an infra error, while the timeout of a call is a tool error.
 CALL_GRACE_SECONDS = 15.0
 REFUSED_AS_ASKED = frozenset({400, 413, 415, 422})
 COMPLAINT_CHARACTERS_MAX = 300
@@ -37,7 +38,7 @@ QUESTION_CHARACTERS_MAX = 4000
 
 
 class ModelEndpoint:
-    """One model server and the tool that it serves."""
+    """The provider of one tool that a model server runs."""
 
     def __init__(self, settings: EndpointSettings, session: "type[VisionSession] | type[SpeechSession]") -> None:
         if settings.url is None:
@@ -54,7 +55,7 @@ class ModelEndpoint:
         self.tools: Mapping[str, OutsideTool] = method_tools(session, self, session.family, timeout_seconds)
 
     async def start(self) -> None:
-        """Nothing: a server may come up later than the program."""
+        """Does nothing: the server may start later than this program."""
 
     async def open(self, rollout_handle: RolloutHandle) -> "VisionSession | SpeechSession":
         return self._session(self, rollout_handle)
@@ -63,13 +64,14 @@ class ModelEndpoint:
         await self._client.aclose()
 
     async def post(self, path: str, **content: Any) -> dict[str, Any]:
-        """The JSON object that a request is answered by. ToolError, ToolFailed or OutsideFailed as the module says."""
+        """Send a request and return the JSON object of the response. Raises ToolError or OutsideFailed by status code,
+        and ToolFailed for a malformed response."""
         try:
             response = await self._client.post(path, **content)
         except httpx.TimeoutException as error:
             raise OutsideFailed(f"{path} did not answer in {self.settings.timeout_seconds:g} s") from error
         except httpx.HTTPError as error:
-            raise OutsideFailed(f"{path} cannot be asked: {error!r}") from error
+            raise OutsideFailed(f"{path} cannot be reached: {error!r}") from error
         if response.status_code in REFUSED_AS_ASKED:
             raise ToolError(f"the model refused this: {complaint_in(response)}")
         if not response.is_success:
@@ -81,7 +83,7 @@ class ModelEndpoint:
 
 
 class FileSession(MethodSession):
-    """A session that reads files of the sandbox."""
+    """A tool session that reads files of the sandbox."""
 
     def __init__(self, endpoint: ModelEndpoint, rollout_handle: RolloutHandle) -> None:
         self._endpoint = endpoint
@@ -154,7 +156,7 @@ class SpeechSession(FileSession):
         fields = {"model": self._settings.model, "response_format": "json"}
         if language is not None:
             fields["language"] = language
-        # the name tells some servers the format, and the agent's own name is none of their business
+        # Some servers take the format from the file name. The agent's own file name is not sent.
         files = {"file": (f"audio.{kind[0]}", data, kind[1])}
         answer = await self._endpoint.post("audio/transcriptions", data=fields, files=files)
         if not isinstance(answer.get("text"), str):
@@ -163,7 +165,7 @@ class SpeechSession(FileSession):
 
 
 def image_type(data: bytes) -> str | None:
-    """Media type by the first bytes."""
+    """The media type by the first bytes; None if it is not a supported image."""
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "image/png"
     if data.startswith(b"\xff\xd8\xff"):
@@ -176,10 +178,11 @@ def image_type(data: bytes) -> str | None:
 
 
 def audio_type(data: bytes) -> tuple[str, str] | None:
-    """Ending and media type by the first bytes."""
+    """The file extension and media type by the first bytes; None if it is not supported audio."""
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         return "wav", "audio/wav"
-    if data[:3] == b"ID3" or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2):  # MPEG audio, layer III
+    # An ID3 tag, or the sync word of an MPEG audio frame of layer III.
+    if data[:3] == b"ID3" or (len(data) > 1 and data[0] == 0xFF and data[1] & 0xE6 == 0xE2):
         return "mp3", "audio/mpeg"
     if data[:4] == b"fLaC":
         return "flac", "audio/flac"
@@ -193,7 +196,7 @@ def audio_type(data: bytes) -> tuple[str, str] | None:
 
 
 def complaint_in(response: httpx.Response) -> str:
-    """What a server says is wrong, in its own words, shortened."""
+    """The error message in a response, shortened. OpenAI's form is {"error": {"message": …}}."""
     try:
         body = msgspec.json.decode(response.content)
         error = body.get("error", body) if isinstance(body, dict) else body

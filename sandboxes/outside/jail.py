@@ -1,16 +1,16 @@
-"""Bubblewrap around a program that serves tools: Chromium, or an MCP server that was not written by us.
+"""Bubblewrap around a program that serves tools: Chromium, or an MCP server that others wrote.
 
-Held by: user, pid, mount, ipc, uts, cgroup and (unless asked for) network namespaces; no capability; no_new_privs;
-read-only /usr and what is named, nothing else of the host; an empty environment, also of bwrap itself; limits of data
-memory, processes and disk; a cgroup, which limits memory, processes and CPU of all together and is swept at the end; as
-root, an unprivileged uid of its own. A program that needs neither network nor namespaces of its own gets the allow-list of
-system calls of the sandboxes too.
+Isolated by: user, pid, mount, ipc, uts, cgroup and (unless asked for) network namespaces; no capabilities;
+no_new_privs; read-only /usr and the named paths, nothing else of the host; an empty environment, also of bwrap itself;
+limits of data memory, processes and disk; a cgroup for memory, processes and CPU of all processes together, which are
+killed at the end; as root, an unprivileged uid. `seccomp_file` adds the system call filter of the sandboxes.
 
 Not covered:
-* Where no cgroup can be made, memory is limited per process and CPU by the time of calls alone; the log says so once.
-* With `network`, all that this machine can reach, its loopback included.
-* With `nested_namespaces` (Chromium's own sandbox needs them) or `network`, no filter of system calls of ours.
-* What the program writes to us is read by a library in this process: Playwright's driver, or the MCP client.
+* Where no cgroup can be made, memory is limited per process and CPU only by the time of calls; this is logged once.
+* With `network`, everything that this machine can reach, its loopback included.
+* Without `seccomp_file`, system calls are not filtered. Chromium has none, since its own sandbox makes namespaces, and
+  MCP servers with `network` have none (mcp.py).
+* What the program writes is parsed by a library outside the jail: Playwright's driver, or the MCP client.
 """
 
 import contextlib
@@ -22,25 +22,28 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 
 import msgspec
 
-from sandboxes.backends.cgroups import Cgroup, CgroupRoot, NoCgroups, Overhead, find_cgroup_root
-from sandboxes.limits import MEBIBYTE, Limits
-from sandboxes.machine import DEVICES, require_installed
-from sandboxes.protocol import SandboxFailed
+from replayground.sandboxes.backends.cgroups import Cgroup, CgroupRoot, NoCgroups, Overhead, find_cgroup_root
+from replayground.sandboxes.limits import MEBIBYTE, Limits
+from replayground.sandboxes.machine import DEVICES, claim_uids, require_installed
+from replayground.sandboxes.protocol import SandboxFailed
 
 logger = logging.getLogger(__name__)
 
 TOP_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates")
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
-MOUNT_POINT = "/mnt"  # only in the launcher's private mount namespace; the host's own /mnt is not touched
-FIRST_UID = 600_000  # below those of the workers' sandboxes, above those of backends opened by hand
+# Used only in a private mount namespace (unshare --mount); the host's own /mnt is not touched.
+MOUNT_POINT = "/mnt"
+# Below the uids of the workers' sandboxes (1,000,000 and up), above those of backends opened by hand (200,000 and up).
+FIRST_UID = 600_000
 UIDS_PER_PROGRAM = 64
 SECCOMP_DESCRIPTOR = 9
 OVERHEAD = Overhead(memory_bytes=32 * MEBIBYTE, processes=8)
+# The shell moves itself into the cgroup before it starts anything, so no process of the jail is ever outside of it.
 ENTER_CGROUP = 'while [ "$1" != -- ]; do echo $$ > "$1/cgroup.procs" || exit 1; shift; done; shift; exec "$@"'
 
-# Runs as root before bwrap. What the jail may read is bound here, because the unprivileged uid may not be able to reach
-# the folder it lies in.
+# Runs as root before bwrap, in a private mount namespace. Binds what the jail may read to numbered mount points,
+# because the unprivileged uid may not be able to enter the folders that these paths lie in.
 ROOT_LAUNCH = f"""
 mount -t tmpfs -o mode=0755,size=1m tmpfs {MOUNT_POINT} || exit 1
 user=$1; count=$2; number=0; shift 2
@@ -51,22 +54,23 @@ while [ $number -lt $count ]; do
 done
 exec setpriv --reuid "$user" --regid "$user" --clear-groups --no-new-privs -- "$@"
 """
+# bwrap reads the filter from a descriptor, which the libraries that start the command do not pass on.
 WITH_FILTER = f'exec {SECCOMP_DESCRIPTOR}<"$1" && shift && exec "$@"'
 
 _uids = itertools.count()
 
 
 class Jail(msgspec.Struct, frozen=True, kw_only=True):
-    """What a program is locked into."""
+    """The isolation of one program: what it may read and use."""
 
     hostname: str
     readable: tuple[tuple[str, str], ...] = ()
-    """Host path and path inside; a Unix socket among them can be connected to."""
+    """Pairs of host path and path inside. A Unix socket among them can be connected to."""
     environment: dict[str, str] = {}
     network: bool = False
     nested_namespaces: bool = False
     seccomp_file: str | None = None
-    """A file with the BPF program; None = no filter."""
+    """A file with the BPF program; None = system calls are not filtered."""
     memory_bytes_per_process_max: int = 1024 * MEBIBYTE
     memory_bytes_max: int = 1024 * MEBIBYTE
     """Of all processes together, and of the files they keep in memory, where there is a cgroup."""
@@ -77,8 +81,8 @@ class Jail(msgspec.Struct, frozen=True, kw_only=True):
 
     @contextlib.asynccontextmanager
     async def launched(self, program: Sequence[str]) -> AsyncIterator[list[str]]:
-        """The command line that runs the program inside, and in a cgroup where one can be made. When the block ends, all
-        that is left of the program there is killed. Raises as `command`; SandboxFailed when there is no room for a group."""
+        """Yields the command line that runs the program in the jail, and in a cgroup where one can be made. When the
+        block ends, all processes in that cgroup are killed. Raises as `command`; SandboxFailed without a cgroup."""
         command = self.command(program)
         cgroup = self._new_cgroup()
         if cgroup is None:
@@ -98,20 +102,22 @@ class Jail(msgspec.Struct, frozen=True, kw_only=True):
             memory_bytes_max=self.memory_bytes_max,
             cpu_cores_max=self.cpu_cores_max,
             processes_max=self.processes_max,
-            disk_bytes_max=0,  # what its files take is part of its memory
+            # memory_bytes_max covers the files in memory too.
+            disk_bytes_max=0,
         )
         try:
             return Cgroup(home, limits, OVERHEAD) if home is not None else None
         except OSError as error:
-            raise SandboxFailed(f"the jail {self.hostname} gets no cgroup: {error}") from error
+            raise SandboxFailed(f"cannot make a cgroup for the jail {self.hostname}: {error}") from error
 
     def command(self, program: Sequence[str]) -> list[str]:
-        """The command line that runs the program inside. SandboxUnavailable, with what to do, when it cannot."""
+        """The command line that runs the program inside. SandboxUnavailable, with what to install, when it cannot."""
         as_root = os.geteuid() == 0
         check_installed(as_root)
-        # inside, because there processes are counted from zero: a user may have more of them outside
+        # Set inside: the user namespace counts processes from zero, while the same user may have more outside.
         limits = (f"--data={self.memory_bytes_per_process_max}", f"--nproc={self.processes_max}", "--core=0")
         limited = ("/usr/bin/prlimit", *limits, "--", *program)
+        # env -i: bwrap's own environment is empty too, or it could be read in /proc/1/environ.
         command = ["/usr/bin/env", "-i", *self._bubblewrap(as_root), "--", *limited]
         if as_root:
             sources = [source for source, _ in self.readable]
@@ -122,11 +128,12 @@ class Jail(msgspec.Struct, frozen=True, kw_only=True):
         return command
 
     def _bubblewrap(self, as_root: bool) -> list[str]:
-        """Order matters: mounts happen left to right, and a remount comes after its last child."""
+        """The bwrap command line. It mounts from left to right, so a remount-ro comes after the last mount below it."""
         links = [name for name in TOP_FOLDERS if os.path.islink(f"/{name}")]
         size = str(self.disk_bytes_max)
         return [
             *("/usr/bin/bwrap", "--unshare-all", "--unshare-user", "--cap-drop", "ALL"),
+            # Chromium's own sandbox makes user namespaces.
             *(() if self.nested_namespaces else ("--disable-userns",)),
             *("--uid", "65534", "--gid", "65534", "--hostname", self.hostname),
             *("--new-session", "--die-with-parent", "--clearenv"),
@@ -152,13 +159,13 @@ class Jail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def words(option: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
-    """An option that takes two values, once for each pair."""
+    """An option with two values, repeated for each pair."""
     return [word for first, second in pairs for word in (option, first, second)]
 
 
 @functools.cache
 def jail_cgroup_root() -> CgroupRoot | None:
-    """Asked once a program, and told once when there is none."""
+    """Where jails make cgroups; None when that is impossible. Cached, so that it is logged once."""
     try:
         return find_cgroup_root()
     except (NoCgroups, OSError) as error:
@@ -167,8 +174,13 @@ def jail_cgroup_root() -> CgroupRoot | None:
 
 
 def next_uid() -> int:
-    """A host uid that no other jail of this program has now, and no other program on this machine."""
-    return FIRST_UID + os.getpid() % 4096 * UIDS_PER_PROGRAM + next(_uids) % UIDS_PER_PROGRAM
+    """A host uid for one jail. Unique on this machine while this program has at most 64 jails."""
+    return first_uid() + next(_uids) % UIDS_PER_PROGRAM
+
+
+@functools.cache
+def first_uid() -> int:
+    return claim_uids(FIRST_UID, UIDS_PER_PROGRAM, programs_max=4096)
 
 
 def check_installed(as_root: bool) -> None:

@@ -1,15 +1,16 @@
-"""The tools of any MCP server, by the official client: started as a program in a jail (stdio), or by address (HTTP).
+"""The tools of any MCP server, by the official client: a program started in a jail (stdio), or a URL (HTTP).
 
-Each rollout has a server process, or an HTTP session, of its own, which ends with it: what one rollout did there, no
-other sees. Which tools there are is asked once, when the program starts; a tool `now` of the server `clock` is called
-clock_now. Arguments are checked by the whole of the tool's JSON schema before they are sent.
+Each rollout has its own server process or HTTP session, which ends with it, so rollouts do not see each other's state.
+The list of tools is requested once, when the program starts; the tool `now` of the server `clock` is called clock_now.
+Arguments are validated against the tool's full JSON schema before they are sent, in a process of its own that is ended
+when a check takes too long (schema_check.py). Of what a server writes to stderr the last lines are kept in memory.
 
-* `isError` is an agent error: by the protocol it is meant for the model to read and to do better.
-* An error of the protocol is an agent error if it speaks of the arguments, otherwise a tool error.
+* `isError` is an agent error: the protocol means it for the model to read and correct.
+* A protocol error is an agent error if it is about the arguments (INVALID_PARAMS), otherwise a tool error.
 * A server that dies, cannot be reached or does not become ready is an infra error.
 
-Not covered: servers that ask back (sampling, elicitation, roots) are told that nobody is there; tools that come and go
-while the program runs; a stdio server that writes a line without end is held by this program's memory alone; with
+Not covered: requests of a server to its client (sampling, elicitation, roots) are refused; tools that come and go while
+the program runs; a stdio server that writes an endless line is bounded only by the memory of this program; with
 `network` or without `jailed`, what the server itself can reach.
 """
 
@@ -21,60 +22,58 @@ import os
 import re
 import tempfile
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, TextIO
 
 import httpx2
-import jsonschema
 import mcp_types
 import msgspec
-import referencing
-import referencing.exceptions
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
-from sandboxes import seccomp
-from sandboxes.outside.config import MEBIBYTE, McpSettings
-from sandboxes.outside.contract import OutsideFailed, OutsideTool, RolloutHandle, ToolFailed, ToolOutput
-from sandboxes.outside.jail import Jail
-from sandboxes.protocol import Arguments, Blob
-from sandboxes.tools.tool import ToolError
+from replayground.sandboxes import seccomp
+from replayground.sandboxes.outside.complaints import Complaints
+from replayground.sandboxes.outside.config import MEBIBYTE, McpSettings
+from replayground.sandboxes.outside.contract import OutsideFailed, OutsideTool, RolloutHandle, ToolFailed, ToolOutput
+from replayground.sandboxes.outside.jail import Jail
+from replayground.sandboxes.outside.schema_process import SchemaProcess
+from replayground.sandboxes.protocol import Arguments, Blob
+from replayground.sandboxes.tools.tool import ToolError
 
 TOOLS_MAX = 256
 NAME_CHARACTERS_MAX = 64
 SERVER_WORDS_MAX = 2000
 CLOSE_TIMEOUT_SECONDS = 20.0
 BASE64_OVERHEAD = 4 / 3
-NOTHING_TO_FETCH: referencing.Registry[Any] = referencing.Registry()
-"""Without it a schema could make this program fetch any address."""
 
 
 class McpServer:
-    """Offers the tools of one server."""
+    """The provider of the tools of one server."""
 
     def __init__(self, name: str, settings: McpSettings) -> None:
         self.name = name
         self.settings = settings
         self.tools: Mapping[str, OutsideTool] = {}
         self.original_names: dict[str, str] = {}
-        "of tools, as the server calls them, by the name that the agent uses"
+        "names of the tools at the server, by the name that the agent uses"
+        self.schema_process = SchemaProcess()
 
     async def start(self) -> None:
-        """Ask the server for its tools, by a session that ends at once."""
+        """List the tools of the server, in a session that is closed at once. Raises OutsideFailed."""
         session = await self._open_session()
         try:
             async with asyncio.timeout(self.settings.start_timeout_seconds):
                 listed = await session.list_tools()
         except (MCPError, TimeoutError) as error:
-            raise OutsideFailed(f"the MCP server {self.name} does not list its tools: {error!r}") from error
+            raise OutsideFailed(f"the MCP server {self.name} did not list its tools: {error!r}") from error
         finally:
             await session.close()
-        self._offer([tool for tool in listed if not self.settings.tools or tool.name in self.settings.tools])
+        await self._offer([tool for tool in listed if not self.settings.tools or tool.name in self.settings.tools])
 
     async def open(self, rollout_handle: RolloutHandle) -> "McpSession":
         return await self._open_session()
 
     async def close(self) -> None:
-        """Nothing outlives a rollout."""
+        """Every session ends with its rollout; what is left is the process that checks arguments."""
+        await self.schema_process.close()
 
     async def _open_session(self) -> "McpSession":
         session = McpSession(self)
@@ -90,24 +89,27 @@ class McpServer:
             raise
         return session
 
-    def _offer(self, listed: list[mcp_types.Tool]) -> None:
+    async def _offer(self, listed: list[mcp_types.Tool]) -> None:
         unknown = set(self.settings.tools) - {tool.name for tool in listed}
         if unknown:
             raise OutsideFailed(f"the MCP server {self.name} has no tool {', '.join(sorted(unknown))}")
         tools = {}
         for tool in listed:
+            # The characters and length that model APIs accept as a function name.
             name = re.sub(r"[^A-Za-z0-9_-]", "_", f"{self.name}_{tool.name}")[:NAME_CHARACTERS_MAX]
             if name in tools:
                 raise OutsideFailed(f"two tools of the MCP server {self.name} would be called {name}")
             self.original_names[name] = tool.name
-            tools[name] = self._tool(name, tool)
+            tools[name] = await self._tool(name, tool)
         self.tools = tools
 
-    def _tool(self, name: str, tool: mcp_types.Tool) -> OutsideTool:
+    async def _tool(self, name: str, tool: mcp_types.Tool) -> OutsideTool:
         try:
-            jsonschema.Draft202012Validator.check_schema(tool.input_schema)
-        except jsonschema.exceptions.SchemaError as error:
-            raise OutsideFailed(f"the schema of {name} of the MCP server is no schema: {error.message}") from error
+            fault = await self.schema_process.fault(tool.input_schema)
+        except ToolError as error:
+            fault = str(error)
+        if fault is not None:
+            raise OutsideFailed(f"the input schema of the MCP tool {name} is invalid: {fault}")
         hints = tool.annotations
         return OutsideTool(
             name=name,
@@ -115,6 +117,7 @@ class McpServer:
             parameters=tool.input_schema,
             family=f"mcp.{self.name}",
             provider=self,
+            opening_proves_health=True,
             checks_arguments=True,
             is_idempotent=bool(hints and (hints.read_only_hint or hints.idempotent_hint)),
             call_timeout_seconds=self.settings.call_timeout_seconds,
@@ -122,7 +125,7 @@ class McpServer:
 
 
 class McpSession:
-    """A connection to the server. It lives in a task of its own, because the client must be left where it was entered."""
+    """One rollout's connection to the server."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -133,7 +136,8 @@ class McpSession:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when the server has introduced itself. Raises OutsideFailed."""
+        """Wait until the server is initialised. Raises OutsideFailed."""
+        # A task of its own: the client uses anyio cancel scopes, which must be left in the task that entered them.
         self._task = asyncio.create_task(self._live())
         await asyncio.shield(self._ready)
 
@@ -141,6 +145,7 @@ class McpSession:
         assert self._client is not None
         tools: list[mcp_types.Tool] = []
         cursor = None
+        # A server may return pages without end.
         while len(tools) < TOOLS_MAX:
             page = await self._client.list_tools(cursor=cursor)
             tools += page.tools
@@ -150,7 +155,7 @@ class McpSession:
         return tools[:TOOLS_MAX]
 
     async def call(self, tool: str, arguments: Arguments) -> ToolOutput:
-        refusal = schema_complaint(self._server.tools[tool].parameters, arguments)
+        refusal = await self._server.schema_process.complaint(self._server.tools[tool].parameters, arguments)
         if refusal is not None:
             raise ToolError(refusal)
         if self._client is None or self._task is None or self._task.done():
@@ -167,7 +172,7 @@ class McpSession:
         return answer
 
     async def close(self) -> None:
-        """Leave the client, which stops the server: stdin closed, then SIGTERM, then SIGKILL. Idempotent."""
+        """Leave the client, which stops the server: it closes stdin, then sends SIGTERM, then SIGKILL. Idempotent."""
         self._ending.set()
         if self._task is None:
             return
@@ -185,50 +190,56 @@ class McpSession:
         return ToolFailed(str(error))
 
     async def _live(self) -> None:
-        with tempfile.TemporaryFile("w+", errors="replace") as complaints:
+        with contextlib.closing(Complaints()) as complaints:
             try:
                 async with self._connect(complaints) as client:
                     self._client = client
                     self._ready.set_result(None)
                     await self._ending.wait()
-            except Exception as error:  # whatever the library raises, the server is not there
+            # The library raises many types, often in groups; all mean that there is no server.
+            except Exception as error:
                 failure = OutsideFailed(
                     f"the MCP server {self._server.name} failed: {describe_failure(error, complaints)}"
                 )
                 if not self._ready.done():
                     self._ready.set_exception(failure)
-                    self._ready.exception()  # whoever waits learns it; if nobody does any more, nothing is lost
+                    # Marks it as retrieved: if the waiter was cancelled, asyncio would log it.
+                    self._ready.exception()
             finally:
                 self._client = None
 
     @contextlib.asynccontextmanager
-    async def _connect(self, complaints: TextIO) -> AsyncIterator[Client]:
+    async def _connect(self, complaints: Complaints) -> AsyncIterator[Client]:
         async with contextlib.AsyncExitStack() as held:
             if self._settings.url is not None:
                 http = await held.enter_async_context(
+                    # No HTTP timeout: the call has one, and a stream of events may be silent for long.
                     httpx2.AsyncClient(headers=headers_of(self._settings), timeout=None)
                 )
+                # Blobs arrive as base64 inside one event, with some JSON around them.
                 event_bytes_max = int(self._settings.blob_bytes_max * BASE64_OVERHEAD) + MEBIBYTE
                 transport = streamable_http_client(
                     self._settings.url, http_client=http, max_sse_event_size=event_bytes_max
                 )
             else:
                 command = await held.enter_async_context(jailed_command(self._server.name, self._settings))
-                # in a jail it is set inside: a variable such as LD_PRELOAD must not reach what builds the jail
+                # In a jail the environment is set inside: a variable such as LD_PRELOAD must not reach the programs
+                # that build the jail.
                 environment = None if self._settings.jailed else self._settings.environment
                 parameters = StdioServerParameters(command=command[0], args=command[1:], env=environment, cwd="/")
-                transport = stdio_client(parameters, errlog=complaints)
+                transport = stdio_client(parameters, errlog=complaints.file)
             yield await held.enter_async_context(Client(transport))
 
 
 @contextlib.asynccontextmanager
 async def jailed_command(name: str, settings: McpSettings) -> AsyncIterator[list[str]]:
-    """The server's command line, as it is started here. Nothing of it is left when the block ends, if it is jailed."""
+    """Yields the command line of the server, in its jail if it has one. Leaving the block kills what is left in the
+    cgroup of the jail."""
     if not settings.jailed:
         yield list(settings.command)
         return
     with tempfile.NamedTemporaryFile() as filter_file:
-        filter_file.write(seccomp.filter_program())
+        filter_file.write(seccomp.filter_program(runs_agents_code=False))
         filter_file.flush()
         async with jail_of(name, settings, filter_file.name).launched(settings.command) as command:
             yield command
@@ -255,21 +266,8 @@ def headers_of(settings: McpSettings) -> dict[str, str]:
     return settings.headers | {"Authorization": f"Bearer {os.environ.get(settings.key_environment, '')}"}
 
 
-def schema_complaint(schema: Mapping[str, Any], arguments: Arguments) -> str | None:
-    """What is wrong with arguments, in a sentence; None when they fit, or when the schema refers to others."""
-    validator = jsonschema.Draft202012Validator(schema, registry=NOTHING_TO_FETCH)
-    try:
-        error = jsonschema.exceptions.best_match(validator.iter_errors(dict(arguments)))
-    except referencing.exceptions.Unresolvable:
-        return None  # the server will judge
-    if error is None:
-        return None
-    where = ".".join(str(part) for part in error.absolute_path)
-    return f"the arguments do not fit: {f'{where}: ' if where else ''}{error.message[:500]}"
-
-
 def answer_of(result: mcp_types.CallToolResult, blob_bytes_max: int) -> ToolOutput:
-    """Texts as content, one after another; images, audio and files as blobs, as long as there is room."""
+    """Texts joined as content; images, audio and files as blobs, up to `blob_bytes_max` bytes in all."""
     texts: list[str] = []
     blobs: list[Blob] = []
     room = blob_bytes_max
@@ -281,6 +279,7 @@ def answer_of(result: mcp_types.CallToolResult, blob_bytes_max: int) -> ToolOutp
             room -= len(blob.data)
             blobs.append(blob)
         texts.append(text)
+    # Servers repeat structured content as text, so it is needed only without any.
     if not result.content and result.structured_content is not None:
         texts.append(msgspec.json.encode(result.structured_content).decode())
     return ToolOutput("\n".join(text for text in texts if text), tuple(blobs))
@@ -312,11 +311,10 @@ def blob_of(data: str, name: str, media_type: str) -> tuple[str, Blob | None]:
     return f"[{name}: {media_type}, {len(decoded)} bytes]", Blob(name, media_type, decoded)
 
 
-def describe_failure(error: BaseException, complaints: TextIO) -> str:
-    """What went wrong, and the last words of the server."""
+def describe_failure(error: BaseException, complaints: Complaints) -> str:
+    """The innermost error, and the end of what the server wrote to stderr."""
+    # anyio's task groups wrap the error, sometimes several times.
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    complaints.seek(0, os.SEEK_END)
-    complaints.seek(max(0, complaints.tell() - SERVER_WORDS_MAX))
-    said = complaints.read().strip()
+    said = complaints.text(SERVER_WORDS_MAX)
     return f"{type(error).__name__}: {error}{f'; it said: {said}' if said else ''}"

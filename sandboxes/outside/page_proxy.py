@@ -1,15 +1,16 @@
-"""The only way out of the browser's jail: an HTTP proxy on a Unix socket that gives each rollout its own small internet.
+"""The only way out of the browser's jail: an HTTP proxy on a Unix socket that serves each rollout its own set of hosts.
 
-A connection begins with a line that names the rollout by its address (see forwarder.py), then speaks HTTP/1.1 as to any
-proxy. What it asks for is, in this order:
+A connection begins with a line that identifies the rollout by its loopback address (see forwarder.py); then it is
+HTTP/1.1 as to any proxy. A request is, in this order:
 
-* a page of the rollout's world: answered here, whatever the scheme; https by a certificate made at the start, whose key
-  the browser is told to trust;
-* on the allow-list: passed on; https as a tunnel, so that the browser checks the real certificate;
-* anything else: refused with 403 and a sentence that says so.
+* for a host of the rollout's world: answered here, by http or https; https by a certificate made at the start, whose
+  key the browser is told to trust;
+* for a host on the allow-list: forwarded; https as a tunnel, so that the browser checks the real certificate;
+* anything else: refused with 403 and an explanation.
 
-A name on the allow-list that resolves to an address of this machine or of a private network is refused, unless the list
-has the address itself: otherwise whoever rules a name could point it at the broker.
+A name on the allow-list that resolves to this machine or a private network is refused: also to a public address that
+this machine has, and to an IPv6 address that a gateway turns into such an IPv4 address. An IP address on the list is
+used as it is.
 
 Not covered: what an allowed host does with what it is sent. WebSockets to pages of the world.
 """
@@ -26,8 +27,9 @@ import os
 import socket
 import ssl
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from http import HTTPStatus
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -35,21 +37,24 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from sandboxes.worlds.world import plain_url
+from replayground.sandboxes.worlds.world import plain_url
 
 logger = logging.getLogger(__name__)
 
+# Bounds what one connection can make this process hold: the agent chooses what the browser sends.
 HEAD_BYTES_MAX = 64 * 1024
 CHUNK_BYTES = 64 * 1024
 CONNECT_TIMEOUT_SECONDS = 15.0
 HEAD_TIMEOUT_SECONDS = 60.0
+HALF_CLOSED_SECONDS_MAX = 60.0
 CONNECTIONS_PER_ROLLOUT_MAX = 64
 DEFAULT_PORTS = {"http": 80, "https": 443}
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 HOSTS_NAMED_MAX = 10
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The first line and the headers of a request, as to a proxy."""
+    """The request line and the headers of a request to a proxy."""
 
     method: str
     target: str
@@ -58,11 +63,11 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class BadRequest(Exception):
-    """Not HTTP as a proxy is spoken to."""
+    """The request is not HTTP/1.x in the form for a proxy."""
 
 
 class Site:
-    """What one rollout can reach."""
+    """The pages and hosts of one rollout's world."""
 
     def __init__(self, pages: Mapping[str, str]) -> None:
         self.pages = {plain_url(url): text for url, text in pages.items()}
@@ -70,14 +75,14 @@ class Site:
         self.connections = 0
 
     def page(self, url: str) -> str | None:
-        """The page at an address; one that was put there without a query answers any."""
+        """The page at a URL; a page stored without a query is returned for any query."""
         plain = plain_url(url)
         found = self.pages.get(plain)
         return found if found is not None else self.pages.get(plain.partition("?")[0])
 
 
 class PageProxy:
-    """Serves the sites of many rollouts over one Unix socket."""
+    """The proxy of one browser: serves the sites of many rollouts over one Unix socket."""
 
     def __init__(self, allow: tuple[str, ...] = ()) -> None:
         self.allow = tuple(entry.lower() for entry in allow)
@@ -98,7 +103,8 @@ class PageProxy:
             writer.close()
 
     def register(self, pages: Mapping[str, str]) -> str:
-        """The loopback address by which a rollout with these pages is known from now on."""
+        """Register a rollout with these pages; returns its loopback address."""
+        # 2**23 addresses from 127.64.0.0 on, so that none is reused soon.
         number = self._addresses_given = (self._addresses_given + 1) % (1 << 23)
         address = str(ipaddress.IPv4Address("127.64.0.0") + number)
         self._sites[address] = Site(pages)
@@ -108,7 +114,7 @@ class PageProxy:
         self._sites.pop(address, None)
 
     def refusal(self, address: str, url: str) -> str | None:
-        """A sentence for the agent when this rollout cannot reach an address; None when it can."""
+        """An error message for the agent when this rollout cannot reach a URL; None when it can."""
         site, parts = self._sites[address], urlsplit(url)
         host, port = parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme]
         return None if host in site.hosts or self._is_allowed(host, port) else self._sentence(site, host)
@@ -120,12 +126,13 @@ class PageProxy:
         return f"{host} cannot be reached from this browser; it can reach {named}{more}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection. Whatever a browser sends, the proxy goes on."""
+        """Serve one connection. Errors are logged and close this connection only."""
         self._open.add(writer)
         try:
             async with asyncio.timeout(HEAD_TIMEOUT_SECONDS):
                 address = (await reader.readline()).decode("ascii", "replace").strip()
             site = self._sites.get(address)
+            # An unknown rollout, or one with too many connections: closed without a response.
             if site is not None and site.connections < CONNECTIONS_PER_ROLLOUT_MAX:
                 site.connections += 1
                 try:
@@ -146,6 +153,7 @@ class PageProxy:
         url = urlsplit(request.target)
         if url.scheme != "http" or not url.hostname:
             raise BadRequest(request.target[:200])
+        # The world comes first: its pages hide a real host of the same name.
         if url.hostname in site.hosts:
             await send_page(writer, request, site.page(request.target))
         elif self._is_allowed(url.hostname, url.port or 80):
@@ -170,7 +178,8 @@ class PageProxy:
     async def _serve_inside(
         self, site: Site, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """A page of the world through a tunnel: TLS, unless the port says otherwise (ws:// asks for a tunnel too)."""
+        """Answer a request to a page of the world inside a CONNECT tunnel: TLS, except on port 80."""
+        # Browsers use CONNECT for ws:// too, which is not encrypted.
         scheme = "http" if port == DEFAULT_PORTS["http"] else "https"
         if scheme == "https":
             await writer.start_tls(self._tls)
@@ -183,7 +192,8 @@ class PageProxy:
 
 
 def fits_entry(entry: str, host: str, port: int) -> bool:
-    """Whether an entry of the allow-list covers a host and a port: 80 and 443, unless the entry names one."""
+    """Whether an entry of the allow-list covers this host and port. An entry without a port covers 80 and 443."""
+    # An entry that ends in "]" is an IPv6 address without a port.
     name, colon, entry_port = entry.rpartition(":") if not entry.endswith("]") else (entry, "", "")
     if not colon:
         name, ports = entry, tuple(DEFAULT_PORTS.values())
@@ -191,6 +201,7 @@ def fits_entry(entry: str, host: str, port: int) -> bool:
         ports = (int(entry_port),)
     name = name.strip("[]")
     if name.startswith("*."):
+        # With the dot: *.example.org covers neither example.org nor badexample.org.
         return port in ports and host.endswith(name[1:])
     return port in ports and host == name
 
@@ -234,16 +245,19 @@ async def send(writer: asyncio.StreamWriter, status: HTTPStatus, media_type: str
 
 
 async def pass_on(request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A plain request to an allowed host. One a connection: a second one might be for somebody else."""
+    """Forward one plain http request to an allowed host."""
     url = urlsplit(request.target)
     assert url.hostname is not None
     target = (url.path or "/") + (f"?{url.query}" if url.query else "")
     kept = [(name, value) for name, value in request.headers if name.lower() not in HOP_HEADERS]
+    # Connection: close, because a browser reuses a connection to its proxy: the next request on it may be for another
+    # host, which nobody would check.
     lines = [f"{request.method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in kept), "Connection: close"]
     head = "\r\n".join([*lines, "", ""]).encode("latin-1")
     await exchange(url.hostname, url.port or 80, head, reader, writer)
 
 
+# Headers about this connection only. Not Transfer-Encoding: the body is forwarded as it comes.
 HOP_HEADERS = frozenset({"connection", "proxy-connection", "proxy-authorization", "keep-alive", "upgrade", "te"})
 
 
@@ -259,9 +273,10 @@ async def exchange(
     writer: asyncio.StreamWriter,
     greeting: bytes = b"",
 ) -> None:
-    """Carry bytes both ways until one side has nothing more to say."""
+    """Connect to a host and forward bytes both ways until both sides have ended. 502 when it cannot be reached."""
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+            # Connects to the address that was checked: a second lookup of the name could give another one.
             address = await safe_address(host, port)
             theirs, ours = await asyncio.open_connection(address, port)
     except (OSError, TimeoutError) as error:
@@ -271,35 +286,79 @@ async def exchange(
     try:
         writer.write(greeting)
         ours.write(head)
-        pumps = [asyncio.create_task(pump(reader, ours)), asyncio.create_task(pump(theirs, writer))]
-        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await both(pump(reader, ours), pump(theirs, writer))
     finally:
         ours.close()
 
 
+async def both(*directions: Coroutine[Any, Any, None]) -> None:
+    """Wait for both directions of a connection. One that ends leaves the other some time: a request may be sent whole
+    before its response comes. One that breaks ends the other at once."""
+    pumps = [asyncio.create_task(direction) for direction in directions]
+    try:
+        ended, running = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        if running and all(task.exception() is None for task in ended):
+            await asyncio.wait(running, timeout=HALF_CLOSED_SECONDS_MAX)
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
 async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Forward until the sender ends, then tell the receiver. What the receiver sends is not affected."""
     while data := await reader.read(CHUNK_BYTES):
         writer.write(data)
         await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
 
 
 async def safe_address(host: str, port: int) -> str:
-    """An address of the host. ConnectionRefusedError when a name leads to this machine or a private network."""
+    """An IP address of the host. ConnectionRefusedError when a name resolves to this machine or a private network."""
     with contextlib.suppress(ValueError):
+        # An address on the allow-list is meant as it is written.
         return str(ipaddress.ip_address(host))
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = [str(entry[4][0]) for entry in found]
+    # Otherwise whoever controls a name on the list could point it at a service on this machine, such as the broker.
     for address in addresses:
-        if not ipaddress.ip_address(address).is_global:
+        if not is_elsewhere(ipaddress.ip_address(address)):
             raise ConnectionRefusedError(f"it resolves to {address}, which is not on the internet")
     return addresses[0]
 
 
+def is_elsewhere(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether an address is on the internet and none of this machine's own."""
+    return all(part.is_global and not is_own(part) for part in (address, *embedded(address)))
+
+
+def embedded(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """The IPv4 address that a gateway would turn this IPv6 address into: NAT64, 6to4, Teredo or an IPv4-mapped one."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    if address in NAT64:
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return [part for part in found if part is not None]
+
+
+def is_own(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Whether this machine has the address, also a public one. Nothing is sent."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket only looks up the route. The kernel reaches an address of its own from that
+        # address itself.
+        try:
+            probe.connect((str(address), 9))
+        # No route: the connection that follows will say so.
+        except OSError:
+            return False
+        return ipaddress.ip_address(probe.getsockname()[0]) == address
+
+
 def self_signed() -> tuple[str, ssl.SSLContext]:
-    """A certificate that only this proxy has, and the digest by which the browser knows its key."""
+    """Make a key with a self-signed certificate; returns the digest of the public key and the TLS context."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "pages of a world")])
     now = datetime.datetime.now(datetime.UTC)
@@ -314,8 +373,10 @@ def self_signed() -> tuple[str, ssl.SSLContext]:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # The proxy does not speak HTTP/2.
     context.set_alpn_protocols(["http/1.1"])
-    with tempfile.NamedTemporaryFile() as file:  # the library reads certificates from files alone
+    # ssl loads certificates only from files.
+    with tempfile.NamedTemporaryFile() as file:
         os.chmod(file.name, 0o600)
         file.write(private + certificate.public_bytes(serialization.Encoding.PEM))
         file.flush()

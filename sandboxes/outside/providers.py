@@ -1,4 +1,4 @@
-"""From the settings to the tools outside the sandbox. What is not configured, or not used, is not imported.
+"""Makes the providers of the settings, and starts and closes them. mcp is imported only if a server is configured.
 
 async with Outside(settings) as outside:
     tools = toolset(["python", "browser", "mcp.clock"], outside.tools)
@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
-from sandboxes.outside.config import ToolsSettings
-from sandboxes.outside.contract import OutsideTool, Provider
-from sandboxes.tools.registry import toolset
-from sandboxes.tools.tool import Tool
+from replayground.sandboxes.outside.config import ToolsSettings
+from replayground.sandboxes.outside.contract import OutsideTool, Provider
+from replayground.sandboxes.tools.registry import toolset
+from replayground.sandboxes.tools.tool import Tool
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ MCP_PREFIX = "mcp."
 
 
 class Outside:
-    """All providers of a program: those of its settings, and those behind tools of its own that work outside."""
+    """All providers of a program: those of its settings, and those of its own tools outside the sandbox."""
 
     def __init__(self, settings: ToolsSettings, own: Iterable[Tool] = ()) -> None:
         theirs = {id(tool.provider): tool.provider for tool in own if isinstance(tool, OutsideTool)}
@@ -30,15 +30,16 @@ class Outside:
 
     @property
     def tools(self) -> tuple[OutsideTool, ...]:
-        """Those of the settings, known once it is entered."""
+        """The tools of the providers in the settings, known after entering."""
         return tuple(tool for provider in self._providers for tool in provider.tools.values())
 
     async def __aenter__(self) -> Self:
-        """Raises OutsideFailed when a provider does not start: an MCP server that is not there, say."""
+        """Start all providers. Raises OutsideFailed when one does not start, such as an MCP server that is missing."""
         try:
             for provider in (*self._providers, *self._others):
                 await provider.start()
         except BaseException:
+            # Also those that have started already.
             await self._close()
             raise
         return self
@@ -57,10 +58,11 @@ class Outside:
 
 
 def providers_of(settings: ToolsSettings) -> tuple[Provider, ...]:
-    """One provider a family, in the order of the settings."""
-    from sandboxes.outside.browser import Browser
-    from sandboxes.outside.endpoints import ModelEndpoint, SpeechSession, VisionSession
-    from sandboxes.outside.search import Search
+    """One provider for each family, in the order of the settings."""
+    # Imported here: Playwright, httpx and the MCP client are slow to load, and `require_tools` needs none of them.
+    from replayground.sandboxes.outside.browser import Browser
+    from replayground.sandboxes.outside.endpoints import ModelEndpoint, SpeechSession, VisionSession
+    from replayground.sandboxes.outside.search import Search
 
     providers: list[Provider] = [Browser(settings.browser), Search(settings.search)]
     if settings.ask_image.url is not None:
@@ -68,15 +70,15 @@ def providers_of(settings: ToolsSettings) -> tuple[Provider, ...]:
     if settings.transcribe_audio.url is not None:
         providers.append(ModelEndpoint(settings.transcribe_audio, SpeechSession))
     if settings.mcp:
-        from sandboxes.outside.mcp import McpServer
+        from replayground.sandboxes.outside.mcp import McpServer
 
         providers += [McpServer(name, server) for name, server in settings.mcp.items()]
     return tuple(providers)
 
 
 def require_tools(names: Iterable[str], own: Iterable[Tool] = ()) -> None:
-    """ValueError, with all that is known, for a name that no tool and no family has. Asks no server: of what is outside,
-    only the family is checked, and of MCP servers that they are called so."""
+    """ValueError, with all known names, for a name that is neither a tool nor a family. Starts and asks nothing: of
+    tools outside, only the name of the family is checked, and of MCP servers only the prefix."""
     inside = [name for name in names if name not in FAMILIES and not name.startswith(MCP_PREFIX)]
     try:
         toolset(inside, own)

@@ -1,9 +1,10 @@
 """The tools `search` and `search_read`: the corpus of the world, or a corpus of the program, or an endpoint.
 
-The first of these that exists is searched, so that a world with documents of its own never depends on a network. Every
-answer of an endpoint is recorded; when it refuses or does not answer, what it once said is used, and the answer says so.
+The first of these that exists is searched, so a world with its own documents needs no network. If a folder for
+recordings is set, every response of an endpoint is recorded; when the endpoint fails, the recorded response is used,
+and the result says so.
 
-Not covered: an endpoint is not asked to be the same tomorrow. For runs that must repeat, use mode recorded_only.
+Not covered: an endpoint may return other results tomorrow. For runs that must be repeatable, use mode recorded_only.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from sandboxes.outside.config import MEBIBYTE, SearchSettings
-from sandboxes.outside.contract import (
+from replayground.sandboxes.outside.config import MEBIBYTE, SearchSettings
+from replayground.sandboxes.outside.contract import (
     MethodSession,
     OutsideFailed,
     OutsideTool,
@@ -29,9 +30,9 @@ from sandboxes.outside.contract import (
     method_tools,
     tool_method,
 )
-from sandboxes.outside.corpus import Corpus, corpus_from, corpus_of_world
-from sandboxes.outside.search_recordings import RecordedSearch, SearchQuery, SearchRecordings, SearchResult
-from sandboxes.tools.tool import ToolError
+from replayground.sandboxes.outside.corpus import Corpus, corpus_from, corpus_of_world
+from replayground.sandboxes.outside.search_recordings import RecordedSearch, SearchQuery, SearchRecordings, SearchResult
+from replayground.sandboxes.tools.tool import ToolError
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +43,15 @@ CORPORA_REMEMBERED_MAX = 8
 
 
 class Search:
-    """Offers the search tools to all rollouts of a program."""
+    """The provider of the search tools."""
 
     def __init__(self, settings: SearchSettings | None = None) -> None:
         self.settings = settings or SearchSettings()
         self.endpoint = Endpoint(self.settings) if self.settings.endpoint is not None else None
         self._corpus: Corpus | None = None
         self._corpora: dict[str, Corpus] = {}
-        "of worlds, by content hash: the rollouts of a group share one"
+        "corpora of worlds, by content hash: the rollouts of a group share one"
+        # Longer than the HTTP timeout, so that a slow endpoint is an infra error, or answered from a recording.
         self.tools: Mapping[str, OutsideTool] = method_tools(
             SearchSession, self, "search", self.settings.timeout_seconds + 15
         )
@@ -75,13 +77,14 @@ class Search:
         digest = hashlib.sha256(msgspec.json.encode(documents)).hexdigest()
         if digest not in self._corpora:
             self._corpora[digest] = await asyncio.to_thread(corpus_of_world, documents)
+            # Dicts keep their order: the oldest goes first.
             while len(self._corpora) > CORPORA_REMEMBERED_MAX:
                 del self._corpora[next(iter(self._corpora))]
         return self._corpora[digest]
 
 
 class SearchSession(MethodSession):
-    """One rollout's searches. It keeps nothing."""
+    """One rollout's searches. Has no state."""
 
     def __init__(self, provider: Search, corpus: Corpus | None) -> None:
         self._provider = provider
@@ -97,6 +100,7 @@ class SearchSession(MethodSession):
         query: words to look for
         count: how many results to show
         """
+        # Normalised, so that equal queries find the same recording.
         words = " ".join(query.split())
         if not words or len(words) > QUERY_CHARACTERS_MAX:
             raise ToolError(f"a query has between 1 and {QUERY_CHARACTERS_MAX} characters")
@@ -128,7 +132,7 @@ class SearchSession(MethodSession):
 
 
 class Endpoint:
-    """A search engine that answers GET with JSON, its recordings, and which of the two is asked."""
+    """A search engine that answers GET with JSON, and the recordings of its responses."""
 
     def __init__(self, settings: SearchSettings) -> None:
         self._settings = settings
@@ -139,7 +143,8 @@ class Endpoint:
         await self._client.aclose()
 
     async def search(self, query: str, count: int) -> tuple[tuple[SearchResult, ...], str]:
-        """The results, and a remark if they are not fresh. OutsideFailed when neither endpoint nor recording has any."""
+        """The results, and a remark if they come from a recording because the endpoint failed. Raises OutsideFailed
+        when it failed and nothing is recorded, ToolFailed when nothing is recorded and the mode forbids to ask."""
         question = self._question(query, count)
         recording = await asyncio.to_thread(self._recordings.find, question) if self._recordings is not None else None
         if self._settings.mode == "recorded_only" and recording is None:
@@ -172,7 +177,7 @@ class Endpoint:
                 f"the search endpoint did not answer in {self._settings.timeout_seconds:g} s"
             ) from error
         except httpx.HTTPError as error:
-            raise OutsideFailed(f"the search endpoint cannot be asked: {error}") from error
+            raise OutsideFailed(f"the search endpoint cannot be reached: {error}") from error
         return results_in(body, self._settings)
 
     async def _keep(self, question: SearchQuery, results: tuple[SearchResult, ...]) -> None:
@@ -182,7 +187,8 @@ class Endpoint:
         try:
             recording = RecordedSearch(question=question, recorded_at=now, results=results)
             await asyncio.to_thread(self._recordings.keep, recording)
-        except OSError as error:  # the answer is here; only the next outage will miss it
+        # The response is here; only a later failure of the endpoint will miss the recording.
+        except OSError as error:
             logger.warning("search_not_recorded", extra={"reason": str(error)})
 
 
@@ -195,6 +201,7 @@ def headers_of(settings: SearchSettings) -> dict[str, str]:
 async def read_bounded(response: httpx.Response) -> bytes:
     body = b""
     async for chunk in response.aiter_bytes():
+        # Read in pieces: a response without end must not fill the memory.
         body += chunk
         if len(body) > ANSWER_BYTES_MAX:
             raise OutsideFailed(f"the search endpoint answered more than {ANSWER_BYTES_MAX} bytes")
@@ -202,7 +209,7 @@ async def read_bounded(response: httpx.Response) -> bytes:
 
 
 def results_in(body: bytes, settings: SearchSettings) -> tuple[SearchResult, ...]:
-    """The results in an answer. OutsideFailed when it is not the JSON that the settings describe."""
+    """The results in a response. OutsideFailed when it is not the JSON that the settings describe."""
     try:
         results = dig(msgspec.json.decode(body), settings.results_path)
     except msgspec.DecodeError as error:
@@ -214,7 +221,7 @@ def results_in(body: bytes, settings: SearchSettings) -> tuple[SearchResult, ...
 
 
 def dig(value: Any, path: str) -> Any:
-    """What lies at a path such as data.items.0.title; None when there is nothing."""
+    """The value at a path such as data.items.0.title; None when there is none."""
     for part in path.split(".") if path else ():
         if isinstance(value, dict):
             value = value.get(part)

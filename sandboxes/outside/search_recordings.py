@@ -1,7 +1,7 @@
-"""Answers of a search endpoint, kept in a folder, one file a query, by the content hash of what was asked.
+"""Responses of a search endpoint in a folder, one file for each query, named by the content hash of the query.
 
-Written whole or not at all, so that a folder can be shared, copied and kept under version control. A file that cannot
-be read, or that answers another question than its name says, counts as not there, and is told in the log.
+Files are written atomically, so that a folder can be shared, copied and kept under version control. A file that cannot
+be read, or whose query does not match its name, is logged and treated as missing.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ class SearchResult(msgspec.Struct, frozen=True):
 
 
 class SearchQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """All that decides an answer. Headers and keys are left out: they are who asks, not what."""
+    """Everything that decides the response. Headers and keys are left out: they identify the client, and are secret."""
 
     endpoint: str
     parameters: dict[str, str]
@@ -36,7 +36,7 @@ class SearchQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordedSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer as it was given."""
+    """A stored response."""
 
     question: SearchQuery
     recorded_at: str
@@ -45,7 +45,7 @@ class RecordedSearch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SearchRecordings:
-    """The recordings in a folder, which is made at the first answer."""
+    """The recordings in a folder, which is made when the first one is kept. Blocks on the disk: call it in a thread."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -59,19 +59,21 @@ class SearchRecordings:
         except (OSError, msgspec.DecodeError) as error:
             logger.warning("recorded_search_unreadable", extra={"file": str(path), "reason": str(error)})
             return None
+        # A file may have been renamed or edited by hand.
         if recording.question != question:
             logger.warning("recorded_search_mismatch", extra={"file": str(path)})
             return None
         return recording
 
     def keep(self, recording: RecordedSearch) -> None:
-        """Replaces an older answer. OSError when the disk is full or the folder cannot be written."""
+        """Store a recording; replaces an older one. OSError when the disk is full or the folder cannot be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=self.folder, suffix=".part")
         try:
             with open(descriptor, "wb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(recording), indent=1))
                 file.flush()
+                # Before the rename: after a crash the file has its old content or all of the new one.
                 os.fsync(descriptor)
             os.replace(temporary, self._path(recording.question))
         except BaseException:

@@ -1,1 +1,1 @@
-"""One file a tool or a family of tools; registry.py finds them by name; tool.py makes one of your own function."""
+"""One file for each tool or family of tools. registry.py finds them by name; tool.py turns a function into a tool."""

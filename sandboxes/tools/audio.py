@@ -1,19 +1,21 @@
 """The tools `audio_info`, `audio_trim` and `audio_text`: sound files, by miniaudio, and offline speech recognition, by
 pocketsphinx with its English model.
 
-Formats: WAV, MP3, FLAC and Ogg Vorbis in, WAV out. Not covered: other languages, several speakers at once, music, and
-punctuation; words that the model does not know come out as others that sound alike.
+Reads WAV, MP3, FLAC and Ogg Vorbis, writes WAV. Not covered: other languages, several speakers at once, music, and
+punctuation; a word that the model does not know comes out as another one that sounds alike.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from sandboxes.tools.paths import existing_file, replace_file, work_path
-from sandboxes.tools.tool import ToolError, tool
+from replayground.sandboxes.tools.paths import existing_file, replace_file, work_path
+from replayground.sandboxes.tools.tool import ToolError, tool
 
 TRANSCRIBED_SECONDS_MAX = 60.0
+# A long stretch of speech is recognised in pieces, so that what is done is kept when the CPU time runs out.
 PIECE_SECONDS_MAX = 10.0
 WRITTEN_BYTES_MAX = 16 * 1024 * 1024
+# The sample rate that the model of pocketsphinx expects.
 SPEECH_RATE = 16_000
 BEGINNINGS = {
     "wav": (b"RIFF",),
@@ -51,6 +53,7 @@ def audio_trim(path: str, start_seconds: float, end_seconds: float, save_as: str
 
     _, info = sound_info(path)
     start, end = checked_part(path, info, start_seconds, end_seconds)
+    # Checked before decoding, since the whole part is held in memory. 2 bytes a sample.
     if (end - start) * info.sample_rate * info.nchannels * 2 > WRITTEN_BYTES_MAX:
         raise ToolError(f"the part would be longer than {WRITTEN_BYTES_MAX} bytes: cut out less")
     if not save_as.endswith(".wav"):
@@ -95,12 +98,13 @@ def audio_text(path: str, start_seconds: float = 0.0, end_seconds: float | None 
 
 
 def sound_info(path: str) -> tuple[str, Any]:
-    """The format and miniaudio's facts. By the first bytes, because names lie. ToolError when it is no sound file."""
+    """The format and what miniaudio tells about the file. ToolError when it is not a sound file."""
     import miniaudio
 
     absolute = existing_file(path)
     with open(absolute, "rb") as file:
         beginning = file.read(4)
+    # By the first bytes: the extension may be wrong or missing.
     kind = next((kind for kind, beginnings in BEGINNINGS.items() if beginning.startswith(beginnings)), None)
     if kind is None:
         raise ToolError(f"{path} is not a wav, mp3, flac or ogg file")
@@ -123,7 +127,7 @@ def checked_part(path: str, info: Any, start_seconds: float, end_seconds: float)
 
 
 def samples(path: str, channels: int, rate: int, start: float, end: float) -> bytes:
-    """The part as 16-bit samples, mixed and resampled as asked."""
+    """The part as 16-bit samples, with this number of channels and this sample rate."""
     import miniaudio
 
     wanted_bytes = round((end - start) * rate) * channels * 2
@@ -138,6 +142,7 @@ def samples(path: str, channels: int, rate: int, start: float, end: float) -> by
         )
         for piece in stream:
             gathered += piece.tobytes()
+            # Decodes no further than needed.
             if len(gathered) >= wanted_bytes:
                 break
     except miniaudio.DecodeError as error:
@@ -146,13 +151,14 @@ def samples(path: str, channels: int, rate: int, start: float, end: float) -> by
 
 
 def understood(speech: bytes) -> tuple[list[tuple[float, float, str]], bool]:
-    """Utterances, and whether they are all. Recognised in a process of its own: its computing time is not the session's,
-    and what it has said before it runs out of it is kept."""
+    """Recognised utterances, and whether they are complete. RuntimeError when recognition fails."""
     import json
     import os
 
     reading, writing = os.pipe()
     try:
+        # A separate process: RLIMIT_CPU counts per process, so a long recognition does not end the tool process, and
+        # what it wrote before it ran out of CPU time is kept.
         child = os.fork()
     except OSError as error:
         raise ToolError(f"no process could be started: {error.strerror}") from None
@@ -163,25 +169,29 @@ def understood(speech: bytes) -> tuple[list[tuple[float, float, str]], bool]:
                     print(json.dumps(utterance), file=pipe, flush=True)
             os._exit(0)
         finally:
+            # Also after an exception: the child must not return into the tool.
             os._exit(1)
+    # Or the pipe would never reach its end.
     os.close(writing)
     with open(reading, encoding="utf-8") as pipe:
         utterances = [tuple(json.loads(line)) for line in pipe]
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    # Negative: killed by a signal, normally SIGXCPU; the result is then incomplete but useful.
     if code > 0:
         raise RuntimeError("speech recognition failed")
     return utterances, code == 0
 
 
 def recognise(speech: bytes) -> Iterator[tuple[float, float, str]]:
-    """Begin, end and text of each stretch of speech; a long one in pieces."""
+    """Begin, end and text of each stretch of speech; a long stretch is split into pieces."""
     import io
 
     from pocketsphinx import Decoder, Segmenter
 
     decoder = Decoder(samprate=SPEECH_RATE, loglevel="FATAL")
     piece_bytes = int(PIECE_SECONDS_MAX * SPEECH_RATE) * 2
-    silence = bytes(SPEECH_RATE)  # half a second, so that the last stretch has an end
+    # Half a second of silence, so that the last stretch has an end.
+    silence = bytes(SPEECH_RATE)
     for segment in Segmenter(sample_rate=SPEECH_RATE).segment(io.BytesIO(speech + silence)):
         for offset in range(0, len(segment.pcm), piece_bytes):
             piece = segment.pcm[offset : offset + piece_bytes]

@@ -1,7 +1,7 @@
-"""The tool `calculator`: arithmetic without rounding where there is none, and without running anybody's code.
+"""The tool `calculator`: exact arithmetic where possible. It evaluates a syntax tree and never runs code.
 
-Numbers are fractions, so 0.1 + 0.2 is 0.3. What has no exact value (sqrt(2), sin(1)) is a float from there on and is shown
-after ≈. Bounded: no number of more than BITS_MAX bits is ever computed.
+Numbers are fractions, so 0.1 + 0.2 is 0.3. A value without exact form (sqrt(2), sin(1)) becomes a float, and so does
+everything computed from it; it is shown after ≈. Results of more than BITS_MAX bits are refused.
 """
 
 import ast
@@ -9,12 +9,14 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-from sandboxes.tools.tool import ToolError, tool
+from replayground.sandboxes.tools.tool import ToolError, tool
 
 EXPRESSION_CHARACTERS_MAX = 2_000
 BITS_MAX = 13_000
-"""About 3,900 digits."""
+"""About 3,900 digits: below the 4,300 that Python refuses to convert to text."""
+DIGITS_MAX = 3_900
 TOO_LARGE = "the result is too large: at most 3,900 digits, and 1e308 for what is rounded"
+# Signs that models copy from texts.
 SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"}
 EXACT_FUNCTIONS = (
     "abs",
@@ -48,6 +50,7 @@ def calculator(expression: str) -> str:
 
     for sign, operator in SIGNS.items():
         expression = expression.replace(sign, operator)
+    # Bounds the size of the tree; its depth is bounded by the RecursionError below.
     if len(expression) > EXPRESSION_CHARACTERS_MAX:
         raise ToolError(f"an expression has at most {EXPRESSION_CHARACTERS_MAX} characters")
     try:
@@ -65,9 +68,11 @@ def calculator(expression: str) -> str:
 
 
 def evaluate(node: ast.expr, text: str) -> Fraction | float:
-    """The value of a piece of the expression: a fraction while it is exact, else a float."""
+    """The value of a part of the expression: a Fraction while it is exact, otherwise a float. ToolError for anything
+    but numbers, operators and known functions."""
     import ast
 
+    # An allow-list of node types: attributes, subscripts and names of Python are never evaluated.
     if isinstance(node, ast.Constant):
         return literal(node, text)
     if isinstance(node, ast.Name):
@@ -78,8 +83,10 @@ def evaluate(node: ast.expr, text: str) -> Fraction | float:
     if isinstance(node, ast.BinOp):
         return within_bounds(operate(node.op, evaluate(node.left, text), evaluate(node.right, text)))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        # sum([1, 2]) means the same as sum(1, 2).
         arguments = node.args[0].elts if len(node.args) == 1 and isinstance(node.args[0], ast.List) else node.args
         return within_bounds(call(node.func.id, [evaluate(argument, text) for argument in arguments]))
+    # 1,000 parses as a tuple.
     if isinstance(node, ast.Tuple):
         raise ToolError("a comma only separates the arguments of a function: write 1000, not 1,000")
     written = (ast.get_source_segment(text, node) or "")[:80]
@@ -87,16 +94,19 @@ def evaluate(node: ast.expr, text: str) -> Fraction | float:
 
 
 def literal(node: ast.Constant, text: str) -> Fraction:
-    """A number as it is written, not as a float would round it."""
+    """The exact value of a number as it is written, not as a float would round it."""
     import ast
     from decimal import Decimal
     from fractions import Fraction
 
+    # bool is a subclass of int.
     if isinstance(node.value, bool) or not isinstance(node.value, int | float):
         raise ToolError(f"{str(node.value)[:80]!r} is not a number")
     if isinstance(node.value, int):
         return Fraction(node.value)
+    # From the source text: node.value is a float and has been rounded already.
     written = Decimal((ast.get_source_segment(text, node) or "").replace("_", ""))
+    # Fraction(Decimal("1e999999999")) would compute an integer of that size. A decimal digit is more than 3 bits.
     if abs(written.adjusted()) > BITS_MAX // 4:
         raise OverflowError
     return Fraction(written)
@@ -111,7 +121,7 @@ def constant(name: str) -> float:
 
 
 def operate(operator: ast.operator, left: Fraction | float, right: Fraction | float) -> Fraction | float:
-    """Two fractions give a fraction; with a float in it the result is a float."""
+    """Two fractions give a fraction; if one operand is a float, the result is a float."""
     import ast
     import operator as operators
 
@@ -133,7 +143,7 @@ def operate(operator: ast.operator, left: Fraction | float, right: Fraction | fl
 
 
 def power(base: Fraction | float, exponent: Fraction | float) -> Fraction | float:
-    """Exact where it can be. Refused before it is computed when it is too large."""
+    """Exact where possible. OverflowError before anything is computed when the result would be too large."""
     from fractions import Fraction
 
     if isinstance(base, Fraction) and exponent == Fraction(1, 2):
@@ -142,15 +152,17 @@ def power(base: Fraction | float, exponent: Fraction | float) -> Fraction | floa
         bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
         if bits * abs(exponent) > BITS_MAX:
             raise OverflowError
+        # 1 and -1 have no bits to multiply, so they pass the check with any exponent; only its parity matters.
         return base ** int(exponent) if abs(base) != 1 else Fraction(base ** (int(exponent) % 2))
     result: Any = float(base) ** float(exponent)
+    # Python returns a complex number for a negative base.
     if isinstance(result, complex):
         raise ToolError("the root of a negative number is not real")
     return float(result)
 
 
 def call(name: str, arguments: list[Fraction | float]) -> Fraction | float:
-    """A function by its name. Whole numbers go in as such, because comb, gcd and the like take nothing else."""
+    """Call a function by its name. ToolError for an unknown one, OverflowError for arguments that are too large."""
     import math
     from fractions import Fraction
 
@@ -160,8 +172,13 @@ def call(name: str, arguments: list[Fraction | float]) -> Fraction | float:
         return float(getattr(math, name)(*map(float, arguments)))
     if name == "sqrt":
         return square_root(*arguments)
+    # comb, gcd and the like take only integers.
     whole = [int(a) if isinstance(a, Fraction) and a.denominator == 1 else a for a in arguments]
+    # Before the call, which could otherwise compute for minutes.
     if name in ("factorial", "comb", "perm") and max(whole, default=0) > 10_000:
+        raise OverflowError
+    # round(x, n) computes 10**n.
+    if name == "round" and len(arguments) > 1 and not -DIGITS_MAX <= arguments[1] <= DIGITS_MAX:
         raise OverflowError
     if name == "sum":
         return sum(arguments, Fraction(0))
@@ -177,6 +194,7 @@ def square_root(value: Fraction | float) -> Fraction | float:
     if value < 0:
         raise ToolError("the root of a negative number is not real")
     if isinstance(value, Fraction):
+        # Exact if numerator and denominator are squares.
         root = Fraction(math.isqrt(value.numerator), math.isqrt(value.denominator))
         if root * root == value:
             return root
@@ -203,7 +221,7 @@ def similar(name: str) -> str:
 
 
 def shown(value: Fraction | float) -> str:
-    """Whole numbers and finite decimals in full, other fractions as such and rounded, floats after ≈."""
+    """Whole numbers and finite decimals in full; other fractions as a ratio and rounded; floats after ≈."""
     from decimal import Decimal, localcontext
 
     if isinstance(value, float):
@@ -211,6 +229,7 @@ def shown(value: Fraction | float) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     with localcontext() as context:
+        # A fraction with a finite decimal of up to 50 digits is found by the comparison below.
         context.prec = 50
         decimal = Decimal(value.numerator) / Decimal(value.denominator)
     if decimal == value:

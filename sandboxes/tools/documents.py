@@ -1,14 +1,15 @@
 """The tool `read_document`: pdf, docx, pptx, csv and html as text, part by part.
 
-A part is a page of a pdf, a slide of a pptx, a section of a docx or html (from one heading to the next) and a row of a csv.
-Not covered: text inside pictures (image_text reads it), passwords, headers, footers and comments of a docx, .doc and .ppt.
+A part is a page of a pdf, a slide of a pptx, a row of a csv, or a section of a docx or html: from one heading to the
+next. Not covered: text inside pictures (image_text reads it), passwords, .doc and .ppt, and headers, footers and
+comments of a docx.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sandboxes.tools.paths import existing_file, replace_file, work_path
-from sandboxes.tools.tool import ToolError, tool
+from replayground.sandboxes.tools.paths import existing_file, replace_file, work_path
+from replayground.sandboxes.tools.tool import ToolError, tool
 
 CHARACTERS_MAX = 12_000
 PARTS = {
@@ -44,6 +45,7 @@ def read_document(path: str, first: int = 1, last: int | None = None, save_as: s
     if first > len(parts) > 0:
         raise ToolError(f"{path} has only {len(parts)} {PARTS[kind]}s")
     numbers = range(first, min(last or len(parts), len(parts)) + 1)
+    # A generator: pages beyond those shown are never extracted.
     texts = (guarded(path, kind, part_text, parts, number, PARTS[kind]) for number in numbers)
     if save_as is not None:
         replace_file(work_path(save_as), "\n".join(texts).encode("utf-8", "replace"))
@@ -52,29 +54,32 @@ def read_document(path: str, first: int = 1, last: int | None = None, save_as: s
 
 
 def guarded(path: str, kind: str, read: Callable[..., Any], *arguments: Any) -> Any:
-    """What `read` returns. ToolError when the file is not what its name says."""
+    """Call `read`. Any exception that a damaged file makes a library raise becomes a ToolError."""
     import warnings
 
-    warnings.simplefilter("ignore")  # libraries complain of files; the agent can do nothing about it
+    # Warnings of the libraries about the file would go into the output; the agent can do nothing about them.
+    warnings.simplefilter("ignore")
     try:
         return read(*arguments)
     except (ToolError, MemoryError):
         raise
-    except Exception as error:  # whatever a damaged or mislabelled file makes a library raise
+    except Exception as error:
         raise ToolError(f"{path} cannot be read as {kind[1:]}: {type(error).__name__}: {error}") from None
 
 
 def part_text(parts: list[Any], number: int, part: str) -> str:
-    """One part with its number. The text of a pdf is taken out page by page, because it takes long."""
+    """One part with its number."""
+    # Pages of a pdf are objects, extracted only here because that takes long.
     text = parts[number - 1] if isinstance(parts[number - 1], str) else parts[number - 1].extract_text()
     return f"{number}: {text}" if part == "row" else f"--- {part} {number} ---\n{text.strip() or '(no text)'}"
 
 
 def fitting(texts: Iterator[str], first: int, part: str) -> Iterator[str]:
-    """As many parts as may be shown, and how to see the rest."""
+    """As many parts as fit into one result, then a note on how to read the rest."""
     characters = 0
     for number, text in enumerate(texts, first):
         characters += len(text)
+        # The first part is always shown, cut if it must be: otherwise the agent could not get on.
         if characters > CHARACTERS_MAX and number > first:
             yield f"[cut: go on with first={number}, or use save_as and search_files]"
             return
@@ -89,8 +94,10 @@ def pdf_pages(absolute: str) -> list[Any]:
 
     import pypdf
 
+    # pypdf logs every oddity of a file to stderr, which is output of the tool.
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)
     reader = pypdf.PdfReader(absolute)
+    # A pdf may be encrypted with an empty password, which every viewer opens.
     if reader.is_encrypted and not reader.decrypt(""):
         raise ToolError("the pdf is protected by a password")
     return list(reader.pages)
@@ -101,6 +108,7 @@ def docx_sections(absolute: str) -> list[str]:
 
     sections: list[list[str]] = [[]]
     for block in docx.Document(absolute).iter_inner_content():
+        # A table; everything else here is a paragraph.
         if hasattr(block, "rows"):
             sections[-1].extend(table_lines(block))
         elif block.text.strip():
@@ -124,7 +132,7 @@ def pptx_slides(absolute: str) -> list[str]:
 
 
 def shape_lines(shape: Any) -> list[str]:
-    """Text of a shape; a group is taken apart, a picture is named."""
+    """Text lines of a shape and of the shapes in a group; for a picture, its name."""
     if hasattr(shape, "shapes"):
         return [line for inner in shape.shapes for line in shape_lines(inner)]
     if getattr(shape, "has_table", False):
@@ -139,21 +147,23 @@ def table_lines(table: Any) -> list[str]:
 
 
 def csv_rows(absolute: str) -> list[str]:
-    """Fields separated by |, whatever separates them in the file. A line end inside a field becomes a space."""
+    """Rows with fields separated by |. The separator of the file is detected; a line end in a field becomes a space."""
     import csv
 
+    # utf-8-sig: spreadsheet programs write a byte order mark.
     with open(absolute, encoding="utf-8-sig", errors="replace", newline="") as file:
         sample = file.read(64 * 1024)
         file.seek(0)
         try:
             dialect: Any = csv.Sniffer().sniff(sample, ",;\t|")
-        except csv.Error:  # one column, or nothing to learn from
+        # One column only, or too little text to detect a separator.
+        except csv.Error:
             dialect = csv.excel
         return [" | ".join(field.replace("\n", " ") for field in row) for row in csv.reader(file, dialect)]
 
 
 def html_sections(absolute: str) -> list[str]:
-    """Markdown without what a reader does not see, cut before each heading."""
+    """The visible text as Markdown, split before each heading."""
     import re
 
     import bs4

@@ -1,14 +1,14 @@
 """The tools `excel_read`, `excel_write` and `excel_chart`: workbooks in .xlsx and .xlsm, by openpyxl.
 
-Not covered: formulas are written and read but not computed, so a formula has a value only after a spreadsheet program has
-saved the file; .xls; shapes and text boxes, which are lost when a workbook is written; pivot tables are kept, not made.
+Not covered: formulas are written and read but not computed, so a formula has a value only after a spreadsheet program
+has saved the file; .xls; shapes and text boxes, which are lost when a workbook is written; making pivot tables.
 """
 
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from sandboxes.tools.paths import existing_file, replace_file, work_path
-from sandboxes.tools.tool import ToolError, tool
+from replayground.sandboxes.tools.paths import existing_file, replace_file, work_path
+from replayground.sandboxes.tools.tool import ToolError, tool
 
 CELLS_MAX = 3_000
 COLUMNS_MAX = 100
@@ -36,6 +36,7 @@ def excel_read(path: str, sheet: str | None = None, cells: str | None = None) ->
     title = f"sheet {found.title}, {range_text(bounds)}; sheets: {', '.join(book.sheetnames)}"
     if not rows:
         return f"{title}\n[all cells are empty]"
+    # openpyxl loads either formulas or values, so a sheet with formulas is opened a second time for the values.
     computed = rows
     if any(is_formula(value) for row in rows.values() for value in row):
         with contextlib.closing(opened(path, read_only=True, data_only=True)) as values:
@@ -99,7 +100,9 @@ def excel_chart(
     if labels is not None:
         chart.set_categories(Reference(found, *boundaries(labels, found)))
     chart.title = title or None
-    corner = at or f"{get_column_letter(found.max_column + 2)}{2 + 16 * len(found._charts)}"  # below those it has
+    # Below the charts that the sheet has already.
+    corner = at or f"{get_column_letter(found.max_column + 2)}{2 + 16 * len(found._charts)}"
+    # Raises ToolError for a cell that does not exist.
     boundaries(corner, found)
     found.add_chart(chart, corner)
     save(book, path)
@@ -107,18 +110,20 @@ def excel_chart(
 
 
 def opened(path: str, **options: bool) -> Any:
-    """The workbook. ToolError when the file is missing or no workbook."""
+    """Open a workbook. ToolError when the file is missing or not a workbook."""
     import warnings
 
     import openpyxl
 
     absolute = existing_file(path)
-    warnings.filterwarnings("ignore", module="openpyxl")  # of what it leaves out; the agent can do nothing about it
+    # Warnings about parts that openpyxl drops would go into the output; the agent can do nothing about them.
+    warnings.filterwarnings("ignore", module="openpyxl")
     try:
         return openpyxl.load_workbook(absolute, keep_vba=absolute.endswith(".xlsm"), **options)
     except MemoryError:
         raise
-    except Exception as error:  # whatever a damaged archive or foreign format makes openpyxl raise
+    except Exception as error:
+        # openpyxl raises many types for a damaged archive or another format.
         hint = "excel tools read .xlsx and .xlsm; read_document reads .csv"
         raise ToolError(f"{path} is not an Excel workbook ({type(error).__name__}: {error}); {hint}") from None
 
@@ -134,7 +139,7 @@ def new_workbook(path: str, sheet: str | None) -> Any:
 
 
 def sheet_named(book: Any, name: str | None) -> Any:
-    """The sheet, the first one for None. ToolError with what is near."""
+    """The sheet of this name, the first one for None. ToolError with a similar name when there is none."""
     import difflib
 
     if name is None:
@@ -147,7 +152,7 @@ def sheet_named(book: Any, name: str | None) -> Any:
 
 
 def boundaries(cells: str | None, sheet: Any) -> Bounds:
-    """First column, first row, last column, last row; an open side ends where the used cells end."""
+    """The bounds of a range; an open side, as in C:C, ends where the used cells end. ToolError when it is no range."""
     from openpyxl.utils.cell import range_boundaries
 
     try:
@@ -163,20 +168,23 @@ def boundaries(cells: str | None, sheet: Any) -> Bounds:
 
 
 def used_size(sheet: Any) -> tuple[int, int]:
-    """The last column and row. Some programs leave the size out of the file, or write A1 whatever there is."""
+    """The last used column and row."""
+    # Some programs leave the size out of the file, or write A1 whatever there is: then all rows must be counted.
     is_unknown = not sheet.max_row or (sheet.max_row, sheet.max_column) == (1, 1)
-    if is_unknown and hasattr(sheet, "reset_dimensions"):  # a sheet that is only read, row after row
+    # Only a sheet in read-only mode has this method.
+    if is_unknown and hasattr(sheet, "reset_dimensions"):
         sheet.reset_dimensions()
         sheet.calculate_dimension(force=True)
     return sheet.max_column or 1, sheet.max_row or 1
 
 
 def rows_with_content(sheet: Any, bounds: Bounds) -> dict[int, tuple[Any, ...]]:
-    """Rows that are not empty by their number, up to CELLS_MAX cells and COLUMNS_MAX columns."""
+    """The non-empty rows by number, at most COLUMNS_MAX columns wide, until there are more than CELLS_MAX cells."""
     left, top, right, bottom = bounds
     area = {"min_col": left, "min_row": top, "max_col": min(right, left + COLUMNS_MAX - 1), "max_row": bottom}
     rows: dict[int, tuple[Any, ...]] = {}
     for number, row in enumerate(sheet.iter_rows(**area, values_only=True), top):
+        # Empty rows are skipped: one cell at XFD1048576 makes a million of them.
         if any(value is not None for value in row):
             rows[number] = row
             if len(rows) * len(row) > CELLS_MAX:
@@ -185,7 +193,7 @@ def rows_with_content(sheet: Any, bounds: Bounds) -> dict[int, tuple[Any, ...]]:
 
 
 def shown_rows(rows: dict[int, tuple[Any, ...]], computed: dict[int, tuple[Any, ...]], bounds: Bounds) -> Iterator[str]:
-    """Rows with their numbers, as many as may be shown, and how to see the rest."""
+    """Rows with their numbers, as many as fit into one result, then a note on how to read the rest."""
     characters = cells = 0
     for number, row in rows.items():
         values = computed.get(number) or (None,) * len(row)
@@ -224,7 +232,7 @@ def range_text(bounds: Bounds) -> str:
 
 
 def placed(cells: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Single cells of what is to be written, blocks taken apart. A flat list goes along a row."""
+    """The single cells to write. A list of rows fills a block, a flat list a row. ToolError for a wrong cell name."""
     from openpyxl.utils.cell import column_index_from_string, coordinate_from_string, get_column_letter
 
     if not cells:
@@ -233,7 +241,8 @@ def placed(cells: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         try:
             letter, row = coordinate_from_string(place.strip().upper())
             column = column_index_from_string(letter)
-        except Exception:  # CellCoordinatesException, ValueError
+        # coordinate_from_string raises CellCoordinatesException, column_index_from_string ValueError.
+        except Exception:
             raise ToolError(f"{place!r} is no cell: write a letter and a number such as B2") from None
         rows = value if isinstance(value, list) else [[value]]
         for down, line in enumerate(rows if all(isinstance(row, list) for row in rows) else [rows]):
@@ -248,6 +257,7 @@ def set_cell(sheet: Any, place: str, value: Any) -> None:
         raise ToolError(f"{place}: a cell holds a text, a number, true, false or null, not {type(value).__name__}")
     try:
         sheet[place] = value
+    # openpyxl: the cells of a merge other than the first are read-only objects.
     except AttributeError:
         raise ToolError(f"{place} is part of merged cells: write to the first cell of them") from None
     except (ValueError, IllegalCharacterError) as error:
@@ -255,9 +265,10 @@ def set_cell(sheet: Any, place: str, value: Any) -> None:
 
 
 def save(book: Any, path: str) -> None:
-    """Into memory first, so that the file is whole or as it was."""
+    """Write the workbook. The file is complete or unchanged."""
     import io
 
+    # Saved into memory first: an error of openpyxl half way must not damage the file.
     data = io.BytesIO()
     book.save(data)
     replace_file(work_path(path), data.getvalue())

@@ -1,13 +1,13 @@
 """The tools `read_file`, `write_file`, `edit_file`, `list_files` and `search_files`: text files of the sandbox.
 
-Several small tools, not one with an `action`: each schema then says exactly what its call needs (docs/tools.md).
+Several small tools and not one with an `action`, so that each schema says exactly what its call needs (docs/tools.md).
 """
 
 import re
 from collections.abc import Iterator
 
-from sandboxes.tools.paths import existing_file, existing_folder, replace_file, walk, work_path
-from sandboxes.tools.tool import ToolError, tool
+from replayground.sandboxes.tools.paths import existing_file, existing_folder, replace_file, walk, work_path
+from replayground.sandboxes.tools.tool import ToolError, tool
 
 LINES_MAX = 500
 CHARACTERS_MAX = 12_000
@@ -57,6 +57,7 @@ def write_file(path: str, content: str, append: bool = False) -> str:
 
     absolute = work_path(path)
     data = content.encode()
+    # Rewritten as a whole: an append that meets a full disk would leave half of the content.
     if append and os.path.exists(absolute):
         with open(existing_file(path), "rb") as file:
             data = file.read() + data
@@ -86,6 +87,7 @@ def edit_file(path: str, old: str, new: str, replace_all: bool = False) -> str:
     if len(starts) > 1 and not replace_all:
         advice = "give more of the text around it, or set replace_all"
         raise ToolError(f"the piece occurs {len(starts)} times in {path}, at lines {numbers}: {advice}")
+    # surrogateescape on both ways: bytes that are not UTF-8 stay as they are.
     replace_file(absolute, text.replace(old, new).encode("utf-8", "surrogateescape"))
     return f"replaced at line {numbers} of {path}"
 
@@ -128,6 +130,7 @@ def search_files(pattern: str, folder: str = ".", files: str = "*", ignore_case:
     except re.error as error:
         raise ToolError(f"not a regular expression: {error}; write \\ before a character meant as itself") from None
     paths = searched_files(folder, files)
+    # One more than shown, to know whether there are more.
     matches = list(itertools.islice(matching_lines(paths, expression), MATCHES_MAX + 1))
     if len(matches) > MATCHES_MAX:
         matches[MATCHES_MAX] = f"[the first {MATCHES_MAX} matches are shown: name a folder or a file, or be narrower]"
@@ -135,12 +138,13 @@ def search_files(pattern: str, folder: str = ".", files: str = "*", ignore_case:
 
 
 def matching_lines(paths: list[str], expression: re.Pattern[str]) -> Iterator[str]:
-    """`path:line: text` of every line that the expression finds. What is not text is passed over."""
+    """`path:line: text` for every line that matches. Binary files are skipped."""
     import os
 
     for path in paths:
         with open(os.path.join("/work", path), encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):
+                # A zero byte in the first line marks a binary file.
                 if number == 1 and "\0" in line:
                     break
                 if expression.search(line):
@@ -148,13 +152,16 @@ def matching_lines(paths: list[str], expression: re.Pattern[str]) -> Iterator[st
 
 
 def text_lines(absolute: str, path: str, keep_ends: bool = False) -> list[str]:
-    """The lines of a text file. ToolError, with the tool that can, when it is not text."""
+    """The lines of a text file. ToolError, with the tools to use instead, when it is not text.
+
+    With `keep_ends` the lines joined give the file back byte by byte, by surrogateescape."""
     with open(absolute, "rb") as file:
         data = file.read()
     if b"\0" in data[:8192]:
         hint = "read_document reads pdf, docx, pptx, csv and html; excel, image and audio have tools of their own"
         raise ToolError(f"{path} is not a text file ({len(data)} bytes); {hint}")
     text = data.decode("utf-8", "replace" if not keep_ends else "surrogateescape")
+    # Not splitlines, which also splits at form feeds: line numbers would differ from those of other programs.
     lines = text.split("\n")
     if not keep_ends:
         return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
@@ -168,7 +175,7 @@ def shortened(line: str) -> str:
 
 
 def occurrences(text: str, piece: str) -> list[int]:
-    """Where the piece begins, counted without overlaps, as replacing does."""
+    """Where the piece begins; matches do not overlap, as in str.replace."""
     found: list[int] = []
     start = text.find(piece)
     while start >= 0:
@@ -178,11 +185,12 @@ def occurrences(text: str, piece: str) -> list[int]:
 
 
 def nearest_piece(text: str, piece: str) -> str:
-    """The lines most like the piece, with their numbers, so that the agent can copy them as they are."""
+    """The end of an error message: the lines most similar to the piece, with their numbers, for the agent to copy."""
     import difflib
 
     if "\r\n" in text and piece.replace("\n", "\r\n") in text:
         return r": the lines of the file end in \r\n, those of the piece in \n"
+    # difflib takes quadratic time; the limits here and below keep a call short.
     lines, wanted = text.splitlines()[:5_000], piece.strip("\n").splitlines()
     likely = difflib.get_close_matches(wanted[0] if wanted else "", set(lines), 3, 0.4)
     starts = [number for number, line in enumerate(lines) if line in likely][:200]
@@ -198,7 +206,7 @@ def nearest_piece(text: str, piece: str) -> str:
 
 
 def searched_files(folder: str, pattern: str) -> list[str]:
-    """Paths of plain files, relative to /work; the folder may be one file."""
+    """Paths of plain files below a folder, relative to /work. The folder may be the path of one file."""
     import fnmatch
     import os
 
@@ -207,4 +215,5 @@ def searched_files(folder: str, pattern: str) -> list[str]:
         return [os.path.relpath(absolute, "/work")]
     names = [path for path, is_folder in walk(existing_folder(folder), 10_000) if not is_folder]
     names = [path for path in names if fnmatch.fnmatch(os.path.basename(path), pattern)]
+    # Opening a pipe would block.
     return [path for path in names if os.path.isfile(os.path.join("/work", path))]

@@ -1,17 +1,18 @@
-"""The tools `image_info` and `image_text`: what a picture is, and the text in it, by Pillow and tesseract.
+"""The tools `image_info` and `image_text`: format and size of a picture, and the text in it, by Pillow and tesseract.
 
-Formats: PNG, JPEG, GIF, WebP, BMP, TIFF and what else Pillow opens. Not covered: handwriting, languages other than English,
-and what the picture shows.
+Formats: PNG, JPEG, GIF, WebP, BMP, TIFF and whatever else Pillow opens. Not covered: handwriting, languages other than
+English, and what the picture shows.
 """
 
 from typing import Any
 
-from sandboxes.tools.paths import existing_file
-from sandboxes.tools.tool import ToolError, tool
+from replayground.sandboxes.tools.paths import existing_file
+from replayground.sandboxes.tools.tool import ToolError, tool
 
 PIXELS_MAX = 40_000_000
 SHORT_SIDE_PIXELS_MIN = 100
-"""Tesseract wants letters of about 20 pixels; a smaller picture is enlarged."""
+"""Tesseract needs letters of about 20 pixels; a picture whose shorter side is smaller than this is enlarged."""
+# Below the 60 s of the call, so that a slow recognition is an error and does not end the tool process.
 SECONDS_MAX = 50
 
 
@@ -45,6 +46,7 @@ def image_text(path: str, box: list[int] | None = None) -> str:
     """
     from PIL import ImageOps
 
+    # Cameras store the rotation in EXIF data, which the PNG for tesseract does not carry.
     picture = ImageOps.exif_transpose(opened_picture(path))
     if box is not None:
         if len(box) != 4 or not (0 <= box[0] < box[2] <= picture.width and 0 <= box[1] < box[3] <= picture.height):
@@ -56,7 +58,7 @@ def image_text(path: str, box: list[int] | None = None) -> str:
 
 
 def opened_picture(path: str) -> Any:
-    """The picture, its size checked before it is unpacked. ToolError when it is none."""
+    """Open and decode a picture. ToolError when it is not one, is damaged, or has too many pixels."""
     import warnings
 
     from PIL import Image, UnidentifiedImageError
@@ -66,6 +68,7 @@ def opened_picture(path: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             picture = Image.open(absolute)
+        # open() reads only the header; load() below decodes. A file of a few kB can claim a huge size.
         if picture.width * picture.height > PIXELS_MAX:
             raise ToolError(f"{path} has more than {PIXELS_MAX} pixels: {picture.width} x {picture.height}")
         picture.load()
@@ -73,17 +76,19 @@ def opened_picture(path: str) -> Any:
         raise ToolError(f"{path} is not a picture of a known format") from None
     except Image.DecompressionBombError as error:
         raise ToolError(f"{path} is too large: {error}") from None
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow says SyntaxError of a broken PNG
+    # Pillow raises SyntaxError for a broken PNG.
+    except (OSError, SyntaxError, ValueError) as error:
         raise ToolError(f"{path} is damaged: {error}") from None
     return picture
 
 
 def legible(picture: Any) -> bytes:
-    """A PNG in grey on white, large enough for tesseract."""
+    """The picture as a greyscale PNG on white, enlarged if it is too small for tesseract."""
     import io
 
     from PIL import Image
 
+    # Transparent pixels are often stored as black, which would hide black text.
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
@@ -97,11 +102,12 @@ def legible(picture: Any) -> bytes:
 
 
 def recognised(png: bytes) -> str:
-    """What tesseract reads. Its absence or failure is an error of the tool."""
+    """The text that tesseract reads. ToolError when it takes too long; RuntimeError when it is missing or fails."""
     import os
     import subprocess
 
     command = ["tesseract", "stdin", "stdout", "-l", "eng", "--psm", "3"]
+    # One thread: the others would count as processes of the agent and share one CPU.
     environment = {**os.environ, "OMP_THREAD_LIMIT": "1"}
     try:
         ended = subprocess.run(command, input=png, capture_output=True, env=environment, timeout=SECONDS_MAX)
@@ -109,6 +115,7 @@ def recognised(png: bytes) -> str:
         raise RuntimeError("tesseract is not installed on this machine: make setup") from None
     except subprocess.TimeoutExpired:
         raise ToolError(f"reading took more than {SECONDS_MAX} s: name a smaller part by box") from None
+    # SIGXCPU: the CPU limit of the process.
     if ended.returncode == -24:
         raise ToolError("reading took too much computing time: name a smaller part by box")
     if ended.returncode != 0:

@@ -1,6 +1,6 @@
-"""The tool `kv`: values by key, one file a key under /work/kv."""
+"""The tool `kv`: values by key, one file for each key under /work/kv."""
 
-from sandboxes.tools.tool import ToolError, tool
+from replayground.sandboxes.tools.tool import ToolError, tool
 
 
 @tool(needs=frozenset({"keys"}), apart=True)
@@ -14,6 +14,7 @@ def kv(key: str) -> str:
     if not key or "/" in key or "\0" in key or key in (".", ".."):
         raise ToolError("a key is a plain name without '/'")
     try:
+        # Neither a link nor a pipe of that name leads the tool elsewhere or makes it wait.
         descriptor = os.open(f"/work/kv/{key}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, encoding="utf-8") as file:
             return file.read()

@@ -1,13 +1,13 @@
 """The tool `patch_file`: several changes of a text file at once, as a unified diff. All of them are made, or none.
 
-Line numbers of a diff that a model wrote are often wrong, its lines rarely are. So a hunk goes where its lines stand: at
-the number it names, or else at the nearest place that has them. Lines must be there exactly, but for how they end: new
-lines end as those of the file do, and its last line keeps its end.
+In a diff that a model wrote, line numbers are often wrong and lines rarely are. So a hunk is applied where its lines
+are found: at the line number it names, or else at the nearest match. Lines must match exactly except for their line
+ends: new lines get those of the file, and the last line keeps its own.
 """
 
-from sandboxes.tools.files import nearest_piece, text_lines
-from sandboxes.tools.paths import existing_file, replace_file
-from sandboxes.tools.tool import ToolError, tool
+from replayground.sandboxes.tools.files import nearest_piece, text_lines
+from replayground.sandboxes.tools.paths import existing_file, replace_file
+from replayground.sandboxes.tools.tool import ToolError, tool
 
 HUNK_HEADER = r"@@(?: -(\d+)(,0)?)?"
 
@@ -22,6 +22,7 @@ def patch_file(path: str, patch: str) -> str:
     absolute = existing_file(path)
     lines = [line for line in text_lines(absolute, path, keep_ends=True) if line]
     end = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+    # A last line without an end gets one for the time of the patch, so that lines added after it start on their own.
     missing_end = "" if not lines or lines[-1].endswith("\n") else end
     lines[-1:] = [line + missing_end for line in lines[-1:]]
     hunks = hunks_of(patch)
@@ -31,9 +32,11 @@ def patch_file(path: str, patch: str) -> str:
 
 
 def patched(lines: list[str], hunks: list[tuple[int, list[tuple[str, str]]]], end: str, path: str) -> list[str]:
-    """The lines with all hunks applied, in their order. ToolError for the first that does not fit."""
+    """The lines with all hunks applied, in order. ToolError for the first that does not fit."""
     bare = [line.rstrip("\r\n") for line in lines]
     result: list[str] = []
+    # `shift`: how far the last hunk was from the line it named; the next one is expected to be off by as much. `done`:
+    # lines of the file that are consumed.
     shift = done = 0
     for number, (expected, marked) in enumerate(hunks, 1):
         old = [text for mark, text in marked if mark != "+"]
@@ -51,7 +54,7 @@ def patched(lines: list[str], hunks: list[tuple[int, list[tuple[str, str]]]], en
 
 
 def hunks_of(patch: str) -> list[tuple[int, list[tuple[str, str]]]]:
-    """Of each hunk the index of the line where it says it stands, and its lines, each with its mark."""
+    """For each hunk: the line index from its header, and its lines with their marks. ToolError when there is none."""
     import re
 
     hunks: list[tuple[int, list[tuple[str, str]]]] = []
@@ -59,9 +62,11 @@ def hunks_of(patch: str) -> list[tuple[int, list[tuple[str, str]]]]:
         line = line.removesuffix("\r")
         header = re.match(HUNK_HEADER, line)
         if header:
-            hunks.append((max(0, int(header[1] or 1) - (not header[2])), []))  # of no lines: after the one it names
+            # A hunk without old lines ("-4,0") names the line after which it inserts.
+            hunks.append((max(0, int(header[1] or 1) - (not header[2])), []))
         elif hunks and not line.startswith("\\ No newline"):
-            mark, text = (line[0], line[1:]) if line else (" ", "")  # an empty line is often written without its space
+            # Models often write an empty context line without its space.
+            mark, text = (line[0], line[1:]) if line else (" ", "")
             if mark not in " +-":
                 raise ToolError(f"a line of a hunk begins with a space, - or +, not {line[:60]!r}")
             hunks[-1][1].append((mark, text))
@@ -71,7 +76,7 @@ def hunks_of(patch: str) -> list[tuple[int, list[tuple[str, str]]]]:
 
 
 def place_of(old: list[str], lines: list[str], first: int, expected: int) -> int | None:
-    """The index nearest to the expected one where these lines stand, not before the first."""
+    """The index, at or after `first`, nearest to the expected one at which these lines are found; None if nowhere."""
     if not old:
         return min(max(expected, first), len(lines))
     starts = [start for start in range(first, len(lines) - len(old) + 1) if lines[start : start + len(old)] == old]

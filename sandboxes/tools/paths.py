@@ -1,10 +1,10 @@
-"""Files as tools name them: relative to /work, with a hint when there is none of that name. Shipped with its users."""
+"""Paths of tools: relative to /work, with a hint when a file does not exist. Shipped into the sandbox with them."""
 
-from sandboxes.tools.tool import ToolError
+from replayground.sandboxes.tools.tool import ToolError
 
 
 def work_path(path: str) -> str:
-    """The absolute path that an agent means, wherever its code has changed directory to."""
+    """The absolute path for a path relative to /work, whatever the current directory of the agent's code is."""
     import os
 
     if not path or "\0" in path:
@@ -13,7 +13,7 @@ def work_path(path: str) -> str:
 
 
 def existing_file(path: str) -> str:
-    """The absolute path of a plain file. ToolError, with what is near, when there is none."""
+    """The absolute path of a plain file. ToolError, with a similar path, when there is none."""
     import os
     import stat
 
@@ -24,13 +24,14 @@ def existing_file(path: str) -> str:
         raise ToolError(f"no file {path!r}{near_miss(absolute)}") from None
     if stat.S_ISDIR(mode):
         raise ToolError(f"{path!r} is a folder, not a file")
+    # A pipe or a device such as /dev/zero would be read without end.
     if not stat.S_ISREG(mode):
         raise ToolError(f"{path!r} is not a plain file")
     return absolute
 
 
 def existing_folder(path: str) -> str:
-    """The absolute path of a folder. ToolError, with what is near, when there is none."""
+    """The absolute path of a folder. ToolError, with a similar path, when there is none."""
     import os
 
     absolute = work_path(path)
@@ -42,13 +43,14 @@ def existing_folder(path: str) -> str:
 
 
 def near_miss(absolute: str) -> str:
-    """What to look at instead of a path that does not exist: a similar path, or what its folder holds."""
+    """The end of an error message for a missing path: a similar path, or the first ten that exist."""
     import difflib
     import os
 
     known = [path for path, _ in walk("/work", 2000)]
     wanted = os.path.relpath(absolute, "/work")
     same_name = [path for path in known if os.path.basename(path) == os.path.basename(wanted)]
+    # The same name in another folder is the best guess.
     close = same_name[:1] or difflib.get_close_matches(wanted, known, 1)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -56,7 +58,7 @@ def near_miss(absolute: str) -> str:
 
 
 def walk(folder: str, entries_max: int) -> list[tuple[str, bool]]:
-    """Paths below a folder relative to /work, sorted, and whether each is a folder. Links are not followed."""
+    """Paths below a folder, relative to /work and sorted, and whether each is a folder. Links are not followed."""
     import os
 
     found: list[tuple[str, bool]] = []
@@ -70,10 +72,11 @@ def walk(folder: str, entries_max: int) -> list[tuple[str, bool]]:
 
 
 def replace_file(absolute: str, data: bytes) -> None:
-    """Write a file whole or leave it as it was, also when the disk is full. ToolError when it cannot be written."""
+    """Write a file completely or leave it as it was. ToolError when it cannot be written, as on a full disk."""
     import os
     import stat
 
+    # Beside the file, so that os.replace stays on one file system and is atomic.
     unfinished = f"{absolute}.unfinished~"
     try:
         mode = stat.S_IMODE(os.stat(absolute).st_mode) if os.path.exists(absolute) else 0o644

@@ -1,20 +1,20 @@
-"""Tools by name: those that ship, and those of one's own that a program passes in."""
+"""Tools by name: those of this package, and those that a program passes in."""
 
 from collections.abc import Collection, Iterable
 
-from sandboxes.outside.contract import OutsideTool
-from sandboxes.tools.audio import audio_info, audio_text, audio_trim
-from sandboxes.tools.calculator import calculator
-from sandboxes.tools.documents import read_document
-from sandboxes.tools.excel import excel_chart, excel_read, excel_write
-from sandboxes.tools.files import edit_file, list_files, read_file, search_files, write_file
-from sandboxes.tools.image import image_info, image_text
-from sandboxes.tools.kv import kv
-from sandboxes.tools.patch import patch_file
-from sandboxes.tools.python import python
-from sandboxes.tools.sql import sql
-from sandboxes.tools.terminal import terminal
-from sandboxes.tools.tool import EVERYTHING, Tool, parts_apart
+from replayground.sandboxes.outside.contract import OutsideTool
+from replayground.sandboxes.tools.audio import audio_info, audio_text, audio_trim
+from replayground.sandboxes.tools.calculator import calculator
+from replayground.sandboxes.tools.documents import read_document
+from replayground.sandboxes.tools.excel import excel_chart, excel_read, excel_write
+from replayground.sandboxes.tools.files import edit_file, list_files, read_file, search_files, write_file
+from replayground.sandboxes.tools.image import image_info, image_text
+from replayground.sandboxes.tools.kv import kv
+from replayground.sandboxes.tools.patch import patch_file
+from replayground.sandboxes.tools.python import python
+from replayground.sandboxes.tools.sql import sql
+from replayground.sandboxes.tools.terminal import terminal
+from replayground.sandboxes.tools.tool import EVERYTHING, Tool, parts_apart
 
 FAMILIES: dict[str, tuple[Tool, ...]] = {
     "files": (read_file, write_file, edit_file, patch_file, list_files, search_files),
@@ -23,7 +23,7 @@ FAMILIES: dict[str, tuple[Tool, ...]] = {
     "image": (image_info, image_text),
     "audio": (audio_info, audio_trim, audio_text),
 }
-"""A family stands for its tools wherever tools are named."""
+"""The name of a family can be used for all its tools wherever tools are named."""
 
 SHIPPED: dict[str, Tool] = {
     tool.name: tool
@@ -32,9 +32,10 @@ SHIPPED: dict[str, Tool] = {
 
 
 def toolset(names: Iterable[str], own: Iterable[Tool] = ()) -> dict[str, Tool]:
-    """The named tools, in the order of the names; the name of a family stands for all of it. ValueError, with all known
-    names, for one that does not exist; and for tools that do not go together."""
+    """The named tools, in the order of the names; the name of a family adds all its tools. ValueError, with all known
+    names, for an unknown one, and for tools that cannot be combined (`check_reach`)."""
     own = tuple(own)
+    # Later entries win: a tool of a job may replace one of ours by using its name.
     known = {name: (tool,) for name, tool in SHIPPED.items()} | FAMILIES | {tool.name: (tool,) for tool in own}
     known |= families_outside(own)
     chosen: dict[str, Tool] = {}
@@ -47,9 +48,10 @@ def toolset(names: Iterable[str], own: Iterable[Tool] = ()) -> dict[str, Tool]:
 
 
 def check_reach(tools: Collection[Tool]) -> None:
-    """ValueError for a tool that asks for a part of the world which another one keeps apart."""
+    """ValueError for a tool that needs a part of the world which another tool keeps apart."""
     kept = parts_apart(tools)
     for tool in tools:
+        # EVERYTHING is the default, not a demand: such a tool gets whatever is not kept apart.
         if not tool.apart and tool.needs != EVERYTHING and (missed := sorted(tool.needs & kept)):
             keeper = next(each.name for each in tools if each.apart and missed[0] in each.needs)
             raise ValueError(
@@ -59,6 +61,6 @@ def check_reach(tools: Collection[Tool]) -> None:
 
 
 def families_outside(tools: Iterable[Tool]) -> dict[str, tuple[Tool, ...]]:
-    """Tools that work outside the sandbox name their family themselves: which they are is known only when it runs."""
+    """The tools outside the sandbox by family, which each carries: an MCP server lists its tools only when it runs."""
     outside = [tool for tool in tools if isinstance(tool, OutsideTool)]
     return {tool.family: tuple(each for each in outside if each.family == tool.family) for tool in outside}

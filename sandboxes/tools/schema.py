@@ -1,4 +1,4 @@
-"""JSON schemas of tool arguments: made from a signature, and used to tell an agent what is wrong. Pure."""
+"""JSON schemas of tool arguments: derived from a signature, and used to explain wrong arguments to an agent. Pure."""
 
 import difflib
 import inspect
@@ -22,8 +22,8 @@ PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def parameters_of(function: Callable[..., Any], documentation: str) -> dict[str, Any]:
-    """The JSON schema of a function's arguments. Lines `name: text` of the documentation describe them; a line that is
-    indented goes on with the one above."""
+    """The JSON schema of a function's arguments. Lines `name: text` of the documentation describe them; an indented
+    line continues the one above. TypeError for an argument without a type or with one that has no schema here."""
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -40,7 +40,7 @@ def parameters_of(function: Callable[..., Any], documentation: str) -> dict[str,
 
 
 def schema_of(hint: Any, where: str) -> dict[str, Any]:
-    """Schema of one type: str, int, float, bool, dict, a Literal of strings, list of such, or one of these or None."""
+    """Schema of one type: str, int, float, bool, dict, a Literal of strings, a list of these, or any of them | None."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in TYPE_NAMES:
         return {"type": TYPE_NAMES[hint]}
@@ -54,13 +54,14 @@ def schema_of(hint: Any, where: str) -> dict[str, Any]:
         (inner,) = (argument for argument in arguments if argument is not type(None))
         schema = schema_of(inner, where)
         if "enum" in schema:
+            # JSON schema checks "enum" and "type" both, so null must be in each.
             schema["enum"].append(None)
         return {**schema, "type": [schema["type"], "null"]}
     raise TypeError(f"{where}: {hint!r} has no JSON schema here (str, int, float, bool, dict, list, Literal or | None)")
 
 
 def complaint(name: str, parameters: Mapping[str, Any], arguments: Any) -> str | None:
-    """A sentence that helps the agent when its arguments do not fit; None when they do."""
+    """An error message for the agent when names or types of arguments do not fit the schema; None when they do."""
     properties = parameters["properties"]
     usage = f"{name} takes {usage_of(parameters)}"
     if not isinstance(arguments, Mapping):
@@ -88,10 +89,11 @@ def usage_of(parameters: Mapping[str, Any]) -> str:
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a JSON value is of the schema's type. True and False are no numbers."""
+    """Whether a JSON value has the type of the schema."""
     if "enum" in schema:
         return value in schema["enum"]
     expected = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    # bool is a subclass of int, but true is not a number in JSON.
     if isinstance(value, bool):
         return "boolean" in expected
     if not any(isinstance(value, PYTHON_TYPES[name]) for name in expected):

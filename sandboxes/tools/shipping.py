@@ -1,8 +1,8 @@
-"""What of a tool's file goes into the sandbox: the function, and whatever of its own it uses.
+"""Collects the source text of a tool that is sent into the sandbox: the function and the definitions that it uses.
 
-Followed are functions, classes and constants of the tool's file, those it imports by name from its own package, and so
-on from there. Nothing else exists inside: modules are imported in the body of the function that uses them, so that
-opening a sandbox never waits for an import that no call needs.
+These are the functions, classes and constants of the tool's file, functions that it imports by name from its own
+package, and what those use. Nothing else exists inside. Modules are imported in the body of the function that uses
+them, so that opening a sandbox never waits for an import that no call needs.
 """
 
 import ast
@@ -15,43 +15,46 @@ from collections.abc import Callable
 from typing import Any
 
 PROVIDED = frozenset({"ToolError"})
-"""Names that the runner defines inside."""
+"""Names that the runner defines inside the sandbox."""
 
 
 def shipped_source(function: Callable[..., Any]) -> str:
-    """Python text that defines the function, its own helpers first. TypeError, with the name, when one cannot be shipped.
-
-    Annotations stay unevaluated, since their names do not exist inside. Text, not ast.unparse, which may write f-strings
-    that only the newest Python can read."""
+    """Source that defines the function, its helpers first. TypeError, with the name, when one cannot be shipped."""
     text = textwrap.dedent(inspect.getsource(function))
     definition = ast.parse(text).body[0]
     if not isinstance(definition, ast.FunctionDef):
         raise TypeError(f"{function.__name__} is not a plain function")
     code = function.__code__
     if code.co_freevars:
-        raise TypeError(f"{function.__name__} uses {code.co_freevars[0]} of the function around it: it stays outside")
+        raise TypeError(
+            f"{function.__name__} uses {code.co_freevars[0]} of the enclosing function, which is not shipped"
+        )
+    # The source text and not ast.unparse, which may write f-strings that only the newest Python can read.
     undecorated = "".join(text.splitlines(keepends=True)[definition.lineno - 1 :])
     shipped = _Shipped()
     shipped.add(function.__name__, undecorated, code.co_filename, function.__globals__)
+    # Annotations stay unevaluated: the names in them do not exist inside.
     return "\n".join(["from __future__ import annotations", *shipped.texts.values()])
 
 
 class _Shipped:
-    """The text of definitions by name, each after those it uses."""
+    """The source text of definitions by name, each after those it uses."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
         self._files: dict[str, str] = {}
 
     def add(self, name: str, text: str, file: str, names: dict[str, Any]) -> None:
-        """Take up a definition of a file, whose names are given, and before it what it uses of that file."""
+        """Add a definition of a file, and before it those that it uses. `names` are the globals of the file."""
         if self._files.setdefault(name, file) != file:
             raise TypeError(f"{name} is defined in {self._files[name]} and in {file}: rename one")
         if name in self.texts:
             return
-        self.texts[name] = ""  # so that functions which call each other are followed once
+        # A placeholder, so that functions which call each other do not recurse for ever.
+        self.texts[name] = ""
         for used in _names_of_module(text):
             self._follow(used, name, file, names)
+        # Deleted and added again: it moves behind its helpers, since a constant needs them when it is defined.
         del self.texts[name]
         self.texts[name] = text
 
@@ -61,6 +64,7 @@ class _Shipped:
             self.add(used, definitions[used], file, names)
         elif used in imported:
             value = names.get(used)
+            # Only functions of our own package: constants and classes of other files are not followed.
             if not inspect.isfunction(value) or _package(value.__module__) != _package(names["__name__"]):
                 raise TypeError(f"{user} uses {used}, which its file imports at the top: import it inside the function")
             origin = value.__code__.co_filename
@@ -68,12 +72,15 @@ class _Shipped:
 
 
 def _package(module: str) -> str:
-    return module.partition(".")[0]
+    """The package of a module. For our own modules it is the folder below `replayground`: otherwise a tool could pull
+    in any part of the project."""
+    names = module.split(".")
+    return ".".join(names[:2]) if names[0] == "replayground" else names[0]
 
 
 @functools.cache
 def _top_level(file: str) -> tuple[dict[str, str], frozenset[str]]:
-    """The text of each definition of a file by its name, and the names that the file imports."""
+    """The source text of each top-level definition of a file by name, and the names that the file imports."""
     lines = linecache.getlines(file)
     definitions: dict[str, str] = {}
     imported: set[str] = set()
@@ -91,9 +98,10 @@ def _top_level(file: str) -> tuple[dict[str, str], frozenset[str]]:
 
 
 def _names_of_module(text: str) -> list[str]:
-    """Names that a definition takes from its module, sorted. Those in annotations do not count."""
+    """Names that a definition takes from its module, sorted. Names in annotations do not count."""
     bare = ast.fix_missing_locations(_WithoutAnnotations().visit(ast.parse(text)))
     found: set[str] = set()
+    # symtable resolves scopes as the compiler does; a walk over the tree would take local names for global ones.
     tables = [symtable.symtable(ast.unparse(bare), "<tool>", "exec")]
     while tables:
         table = tables.pop()
@@ -104,7 +112,7 @@ def _names_of_module(text: str) -> list[str]:
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes what is never evaluated inside."""
+    """Removes annotations, which are never evaluated inside."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.returns = None

@@ -1,19 +1,19 @@
 """The tool `terminal`: a shell whose working directory and exported variables last from call to call.
 
-Each call is a bash of its own that starts where the last one ended: nothing hangs when a command leaves something running,
-and a command that is killed takes no state with it. Not covered: shell functions, aliases and variables that are not
-exported are forgotten; a process that leaves its process group survives a timeout until the episode ends.
+Each call starts a new bash with the directory and variables of the last one. So a call does not hang when a command
+leaves something running, and killing a command loses no state. Not covered: shell functions, aliases and variables that
+are not exported are forgotten; a process that leaves its process group survives a timeout until the lease ends.
 """
 
 from typing import IO, Any
 
-from sandboxes.tools.tool import ToolError, tool
+from replayground.sandboxes.tools.tool import ToolError, tool
 
 TIMEOUT_SECONDS_MAX = 120
 SHOWN_BYTES_MAX = 12_000
 
-# However the shell leaves, it says where it was and what was exported; its exit code stays that of the command. On one
-# line, so that bash counts the lines of the command from 1.
+# However the shell exits, the trap writes its directory and exported variables, separated by NUL; the exit code stays
+# that of the command. On one line, so that bash counts the lines of the command from 1.
 SHELL = """trap '{ printf "%s\\0" "$PWD"; /usr/bin/env -0; } >&DESCRIPTOR' EXIT; eval "$1" """
 
 
@@ -49,13 +49,13 @@ def terminal(command: str, timeout_seconds: int = 30) -> str:
 def run_shell(
     command: str, timeout_seconds: int, state: dict[str, Any], output: IO[bytes], after: IO[bytes]
 ) -> int | None:
-    """The exit code, as a shell counts; None when the time was over and the process group was killed."""
+    """Run the command; its exit code, 128 + N for signal N. None after a timeout: the process group was killed."""
     import os
     import signal
     import subprocess
 
     script = SHELL.replace("DESCRIPTOR", str(after.fileno()))
-    # Files, not pipes: what a command leaves running in the background cannot keep the call waiting.
+    # Files, not pipes: a background process that keeps its output open does not keep the call waiting.
     process = subprocess.Popen(
         ["/bin/bash", "--noprofile", "--norc", "-c", script, "bash", command],
         cwd=state["folder"],
@@ -69,6 +69,7 @@ def run_shell(
     try:
         code = process.wait(timeout_seconds)
     except subprocess.TimeoutExpired:
+        # start_new_session made the shell the leader of its own process group.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return None
@@ -76,29 +77,44 @@ def run_shell(
 
 
 def middle_cut(output: IO[bytes]) -> str:
-    """What was written; of too much the beginning and the end, with a note between them."""
+    """The output; if it is too long, its beginning and end with a note between them."""
     size = output.seek(0, 2)
     output.seek(0)
     if size <= SHOWN_BYTES_MAX:
-        return output.read().decode("utf-8", "replace")
+        whole = output.read().decode("utf-8", "replace")
+        # A byte that is not UTF-8 is shown as a character of three, so the text can be longer than the output.
+        if len(whole.encode()) <= SHOWN_BYTES_MAX:
+            return whole
     half = SHOWN_BYTES_MAX // 2
-    begin = output.read(half).decode("utf-8", "replace")
-    output.seek(size - half)
-    end = output.read().decode("utf-8", "replace")
+    output.seek(0)
+    begin = output.read(half)
+    begin = begin[: bytes_shown(begin)]
+    output.seek(max(0, size - half))
+    end = output.read()
+    end = end[-bytes_shown(end) :]
+    left_out = f"{size - len(begin) - len(end)} of {size} bytes are left out here"
     advice = "send the output to a file and read the part you need"
-    return f"{begin}\n[… {size - 2 * half} of {size} bytes are left out here: {advice} …]\n{end}"
+    return f"{begin.decode('utf-8', 'replace')}\n[… {left_out}: {advice} …]\n{end.decode('utf-8', 'replace')}"
+
+
+def bytes_shown(part: bytes) -> int:
+    """How many bytes of this half can be shown: a third, if they are not UTF-8."""
+    half = SHOWN_BYTES_MAX // 2
+    return len(part) if len(part.decode("utf-8", "replace").encode()) <= half else half // 3
 
 
 def remember_state(state: dict[str, Any], after: IO[bytes]) -> None:
-    """Take over folder and variables, unless the shell was ended so hard that it said nothing."""
+    """Keep directory and variables for the next call, unless the shell was killed before it could write them."""
     import os
 
     after.seek(0)
+    # Everything ends in NUL, so the last piece is empty.
     folder, *variables = after.read().split(b"\0")[:-1] or [b""]
     if not folder:
         return
     state["folder"] = os.fsdecode(folder)
     pairs = (os.fsdecode(variable).partition("=") for variable in variables)
+    # bash sets _ and SHLVL itself.
     state["variables"] = {name: value for name, _, value in pairs if name not in ("_", "SHLVL")}
 
 
@@ -109,6 +125,7 @@ def start_failure(error: OSError, state: dict[str, Any]) -> str:
     if not os.path.isdir(state["folder"]):
         lost, state["folder"] = state["folder"], "/work"
         return f"the working directory {lost} is gone; the next command starts in /work"
-    if error.errno in (errno.E2BIG, errno.ENAMETOOLONG):  # the kernel's word for it, and gVisor's
+    # Linux returns E2BIG, gVisor ENAMETOOLONG.
+    if error.errno in (errno.E2BIG, errno.ENAMETOOLONG):
         return "the command or the exported variables are too long: write the command into a file and run that"
     return f"the shell could not be started: {error.strerror}"

@@ -1,10 +1,10 @@
-"""What a tool is, and `@tool`, which makes one of a typed function.
+"""The class Tool, and the decorator `@tool`, which makes a tool of a typed function.
 
-The function's source is shipped into the sandbox and runs there, by the system's Python. The functions, classes and
-constants of its file that it uses go with it (sandboxes.tools.shipping); modules it imports inside its body. It returns
-a str (or something JSON can say). `globals()` inside it lives as long as the session, if it wants to remember something.
-What it prints comes before what it returns. `raise ToolError("not found")` answers `error: not found`, an agent error
-that should help the agent: what was wrong, and what to do next. Any other exception is an error of the tool.
+The source of the function is sent into the sandbox and runs there, by the system's Python. The functions, classes and
+constants of its file that it uses are sent too (sandboxes.tools.shipping); it imports modules inside its body. It
+returns a str, or a value that JSON can represent. Its `globals()` live as long as the tool process and can keep state.
+What it prints comes before what it returns. `raise ToolError("not found")` returns `error: not found`, an agent error;
+the text should tell the agent what was wrong and what to do next. Any other exception is a tool error.
 """
 
 import inspect
@@ -13,35 +13,37 @@ from typing import Any, overload
 
 import msgspec
 
-from sandboxes.tools.schema import parameters_of
-from sandboxes.tools.shipping import shipped_source
+from replayground.sandboxes.tools.schema import parameters_of
+from replayground.sandboxes.tools.shipping import shipped_source
 
 EVERYTHING = frozenset({"files", "tables", "keys"})
 
 
 class ToolError(Exception):
-    """Raised inside a tool to answer `error: <text>`. The runner has its own class of this name in the sandbox."""
+    """Raised inside a tool to return `error: <text>` as an agent error. Inside the sandbox it is that of runner.py."""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool: how the agent sees it (name, description, parameters) and what runs in the sandbox (source)."""
+    """A tool: what the agent sees (name, description, parameters) and what runs in the sandbox (source)."""
 
     name: str
     description: str
     parameters: dict[str, Any]
     """JSON schema of the arguments."""
     source: str
-    """Python that defines a function of the tool's name."""
+    """Python source that defines a function of the tool's name."""
     needs: frozenset[str] = EVERYTHING
-    """Parts of the world that must be in the sandbox before the first call: files, tables, keys."""
+    """Parts of the world that are set up in the sandbox before the first call: files, tables, keys."""
     call_timeout_seconds: float | None = None
-    """Wall time of a call, if other than the sandbox's limit."""
+    """Wall time of a call; None = the limit of the sandbox."""
     apart: bool = False
-    """Runs in a sandbox where no code of the agent ever runs. The tables or keys that it needs are only there, so that
-    the agent reaches them by such tools alone."""
+    """Runs in a sandbox where no code of the agent ever runs. The tables or keys that it needs exist only there, so
+    that the agent reaches them only through such tools."""
+    sets_up: bool = False
+    """Called by the workbench in both kinds of sandbox, never by an agent."""
 
     def specification(self) -> dict[str, Any]:
-        """The form in which chat templates list tools."""
+        """The tool in the format that chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -59,10 +61,10 @@ def tool(
     call_timeout_seconds: float | None = None,
     apart: bool = False,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
-    """Make a Tool of a function: schema from its signature, description from its docstring.
+    """Make a Tool of a function: the schema from its signature, the description from its docstring.
 
-    The docstring's first paragraph describes the tool; a later line `name: text` describes that argument. TypeError for
-    an argument whose type has no JSON schema here, and for a name that would be missing in the sandbox."""
+    The first paragraph of the docstring describes the tool; a later line `name: text` describes that argument.
+    TypeError for an argument whose type has no JSON schema here, and for a name that is missing in the sandbox."""
 
     def make(function: Callable[..., Any]) -> Tool:
         documentation = inspect.getdoc(function) or ""
@@ -80,5 +82,5 @@ def tool(
 
 
 def parts_apart(tools: Iterable[Tool]) -> frozenset[str]:
-    """Parts of the world that an agent with these tools can only reach by one. Files are for all."""
+    """Parts of the world that only tools apart can reach in this toolset. Files are never kept apart."""
     return frozenset().union(*(tool.needs for tool in tools if tool.apart)) - {"files"}

@@ -1,1 +1,1 @@
-"""What an agent finds in its sandbox (world.py) and what goes wrong around its calls (perturbations.py)."""
+"""The data that an agent finds in its sandbox (world.py) and the faults applied to its calls (perturbations.py)."""

@@ -1,10 +1,11 @@
-"""Things that go wrong around a tool call, by rule and by seed, outside the model and outside the sandbox. Pure.
+"""Faults that are applied to tool calls by rule and by seed, outside the model and outside the sandbox. Pure.
 
-Every draw depends on (seed of the rollout, index of the call, index of the rule) alone: not on the clock, not on other
-rollouts, not on which other rules applied. So the same rollout meets the same weather, and an event can record it.
+A draw depends only on the seed of the rollout, the index of the call and the index of the rule: not on the clock, on
+other rollouts, or on which other rules applied. So the same rollout meets the same faults.
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -13,12 +14,13 @@ import msgspec
 
 type Kind = Literal["busy", "latency", "stale", "truncate", "pagination", "partial"]
 BUSY_CONTENT = "error: busy"
+LARGEST_BELOW_ONE = math.nextafter(1.0, 0.0)
 _DIGITS_MAX = 1000
-"Python refuses to read numbers of more than 4,300 digits, and an agent can make a tool print one."
+"Python's int() refuses more than 4,300 digits, and an agent can make a tool print such a number."
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One kind of trouble: for which tools, how often, on which arguments."""
+    """One kind of fault: for which tools, how often, on which arguments."""
 
     kind: Kind
     tools: tuple[str, ...]
@@ -26,11 +28,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     match: str | None = None
     """A regular expression searched in the JSON of the arguments; None = every call."""
     milliseconds_max: float = 1000.0
-    """latency: the wait is drawn evenly from 0 to this."""
+    """latency: the wait is drawn uniformly from 0 to this."""
     characters_max: int = 200
-    """truncate: what is longer is cut here."""
+    """truncate: longer content is cut to this many characters."""
     lines_per_page: int = 10
-    """pagination: an identical call gives the next page, and after the last the first again."""
+    """pagination: each identical call returns the next page; after the last comes the first again."""
     lines_lost_share: float = 0.5
     """partial: each line is missing with this probability."""
 
@@ -42,8 +44,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.match is not None:
             try:
                 re.compile(self.match)
-            except re.error as error:  # no ValueError: it would end the program that reads the world
-                raise ValueError(f"match of {self.kind} is no regular expression: {error}") from error
+            # Raised as ValueError, which msgspec turns into a ValidationError; re.error would end the program that
+            # reads the world.
+            except re.error as error:
+                raise ValueError(f"match of {self.kind} is not a valid regular expression: {error}") from error
 
 
 _BOUNDS: dict[str, tuple[float, float]] = {
@@ -56,7 +60,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 
 
 class Perturbation(msgspec.Struct, frozen=True):
-    """What is drawn for one call: the rules that apply, by index, in order."""
+    """The rules drawn for one call, with their indices, in order."""
 
     seed: int
     call_index: int
@@ -73,7 +77,7 @@ class Perturbation(msgspec.Struct, frozen=True):
 
 
 class ChangedContent(msgspec.Struct, frozen=True):
-    """Content after the rules, and the rules that did change it."""
+    """Content after the rules, and the indices of the rules that changed it."""
 
     content: str
     changed_by: tuple[int, ...]
@@ -82,7 +86,7 @@ class ChangedContent(msgspec.Struct, frozen=True):
 def draw_perturbation(
     rules: Sequence[Rule], seed: int, call_index: int, tool: str, arguments: Mapping[str, Any]
 ) -> Perturbation:
-    """Decide, before the call, which rules apply to it."""
+    """Decide which rules apply to a call, before it is made."""
     text = msgspec.json.encode(arguments).decode() if rules else ""
     applying = tuple(
         (index, rule)
@@ -95,7 +99,7 @@ def draw_perturbation(
 
 
 def change(trouble: Perturbation, content: str, times_called_before: int) -> ChangedContent:
-    """Apply the rules that change content, in order. `times_called_before` counts identical calls, for pages."""
+    """Apply the rules that change content, in order. `times_called_before` counts identical calls, for pagination."""
     changed_by: list[int] = []
     for index, rule in trouble.applying:
         name = (trouble.seed, trouble.call_index, index)
@@ -108,13 +112,16 @@ def change(trouble: Perturbation, content: str, times_called_before: int) -> Cha
             content = page(content, rule.lines_per_page, times_called_before)
         elif rule.kind == "partial":
             content = partial(content, rule.lines_lost_share, *name)
+        # A rule that applied but changed nothing, such as truncate on a short text, is not recorded.
         if content != before:
             changed_by.append(index)
     return ChangedContent(content, tuple(changed_by))
 
 
 def record(trouble: Perturbation, changed_by: Sequence[int], original: str | None) -> dict[str, Any] | None:
-    """What an event says of it: the rules that had an effect, and what the tool had said (None: not called)."""
+    """What the event records: the rules that had an effect, and the original content (None: the tool was not called).
+
+    Returns None when no rule had an effect."""
     effective = [
         (index, rule)
         for index, rule in trouble.applying
@@ -129,19 +136,22 @@ def record(trouble: Perturbation, changed_by: Sequence[int], original: str | Non
 
 
 def stale(content: str, seed: int, call_index: int, rule_index: int) -> str:
-    """Every run of digits becomes another number of as many digits; of a very long one only the beginning changes."""
+    """Replace every run of digits by another number of the same length; in a very long one only the first digits."""
     position = 0
 
     def another(found: re.Match[str]) -> str:
         nonlocal position
+        # Numbers the runs of digits, so that equal numbers in one content are drawn independently.
         position += 1
         digits, rest = found.group()[:_DIGITS_MAX], found.group()[_DIGITS_MAX:]
         lowest = 0 if len(digits) == 1 else 10 ** (len(digits) - 1)
         count = 10 ** len(digits) - lowest
         old = int(digits) - lowest
         offset = integer(seed, call_index, rule_index, f"digits {position}", len(digits) + 8)
-        if old < 0:  # leading zeros: any number of that length differs from it
+        # Leading zeros: every number drawn below has none, so it differs anyway.
+        if old < 0:
             return str(lowest + offset % count) + rest
+        # An offset of 1 to count - 1 round the circle never leads back to the old number.
         return str(lowest + (old + 1 + offset % (count - 1)) % count) + rest
 
     return re.sub(r"[0-9]+", another, content)
@@ -167,10 +177,14 @@ def partial(content: str, lines_lost_share: float, seed: int, call_index: int, r
 
 
 def uniform(seed: int, call_index: int, rule_index: int, name: str) -> float:
-    """A number in [0, 1) that is the same on every machine and in every version."""
-    return integer(seed, call_index, rule_index, name, 7) / 2**56
+    """A number from 0 up to but not including 1, the same on every machine and in every version."""
+    # 56 bits are more than the 53 of a float, so the highest draws would round to 1, and a rule of probability 1 would
+    # not apply to them. All other draws stay as they were: recorded rollouts meet the same faults again.
+    return min(integer(seed, call_index, rule_index, name, 7) / 2**56, LARGEST_BELOW_ONE)
 
 
 def integer(seed: int, call_index: int, rule_index: int, name: str, bytes_count: int) -> int:
     text = f"{seed}/{call_index}/{rule_index}/{name}".encode()
+    # A hash of the name and not a generator: a draw does not depend on how many draws came before it. shake_128 gives
+    # as many bytes as a long run of digits needs.
     return int.from_bytes(hashlib.shake_128(text).digest(bytes_count))

@@ -1,4 +1,4 @@
-"""A world is data: what the agent finds in its sandbox, and the rules of trouble. It travels in an event as JSON."""
+"""A world: the data that an agent finds in its sandbox, and the perturbation rules. It is sent in an event as JSON."""
 
 import hashlib
 from typing import Any
@@ -6,14 +6,14 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
-from sandboxes.tools.tool import Tool, ToolError, tool
-from sandboxes.worlds.perturbations import Rule
+from replayground.sandboxes.tools.tool import Tool, ToolError, tool
+from replayground.sandboxes.worlds.perturbations import Rule
 
 type Cell = str | int | float | None
 
 
 class Table(msgspec.Struct, frozen=True):
-    """One SQL table. Rows are as long as the columns."""
+    """One SQL table. Every row has as many cells as there are columns; ValueError otherwise."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -40,13 +40,14 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tables: dict[str, Table] = {}
     keys: dict[str, str | int | float] = {}
     pages: dict[str, str] = {}
-    """By http or https address: what the browser finds there. The ending of the path gives the media type, else HTML."""
+    """Text by http or https URL, for the browser. The extension of the path gives the media type, by default HTML."""
     corpus: dict[str, str] = {}
-    """By title: the documents that search finds."""
+    """Text by title: the documents that `search` finds."""
     perturbations: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         for key in self.keys:
+            # Keys become file names below /work/kv.
             if not key or "/" in key or "\0" in key or key in (".", "..") or len(key.encode()) > 255:
                 raise ValueError(f"the key {key!r} cannot be a file name")
         for path in self.files:
@@ -56,31 +57,34 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             plain_url(url)
 
     def to_json(self) -> str:
-        """One text for one world: keys sorted, no spaces, defaults left out."""
+        """Canonical JSON: keys sorted, no spaces, defaults left out. Equal worlds give equal text."""
         return msgspec.json.encode(self, order="deterministic").decode()
 
     @property
     def world_hash(self) -> str:
-        """sha256 of the JSON."""
+        """SHA-256 of the canonical JSON."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def part(self, name: str) -> dict[str, Any]:
-        """Files, tables or keys as plain values, for the sandbox."""
+        """The field `files`, `tables` or `keys` as plain values, to be sent into the sandbox."""
         return msgspec.to_builtins(getattr(self, name))  # type: ignore[no-any-return]
 
 
 def plain_url(url: str) -> str:
-    """One text for one address: lower-case host, a path, no default port, no fragment. ValueError if it is no web page's."""
+    """Normalise a URL: lower-case host, a path, no default port, no fragment. ValueError unless it is http or https
+    with a host and without a user name."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise ValueError(f"the page {url!r} needs an address such as http://shop.example/")
     port = f":{parts.port}" if parts.port not in (None, 80 if parts.scheme == "http" else 443) else ""
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    # % stays as it is: the path may be quoted already.
     return urlunsplit((parts.scheme, host + port, quote(parts.path or "/", safe="/%:@!$&'()*+,;=~"), parts.query, ""))
 
 
 def world_from_json(text: str | bytes) -> World:
-    """msgspec.ValidationError, with the place, when the text is no world."""
+    """Raises msgspec.ValidationError, with the path of the wrong field, when the text is not a world, and
+    msgspec.DecodeError when it is not JSON."""
     return msgspec.json.decode(text, type=World)
 
 
@@ -107,6 +111,8 @@ def set_up_world(
                 os.close(descriptor)
             os.close(folder)
         if tables:
+            # No journal and no fsync: the disk of a sandbox is memory. isolation_level=None: the only transaction is
+            # the explicit one below.
             connection = sqlite3.connect("/work/world.sqlite", isolation_level=None)
             connection.execute("PRAGMA journal_mode=OFF")
             connection.execute("PRAGMA synchronous=OFF")
@@ -123,5 +129,5 @@ def set_up_world(
         raise ToolError(f"the world could not be set up: {error}") from None
 
 
-WORLD_TOOLS: dict[str, Tool] = {set_up_world.name: set_up_world}
-"""A backend must know these beside the agent's tools."""
+WORLD_TOOLS: dict[str, Tool] = {set_up_world.name: msgspec.structs.replace(set_up_world, sets_up=True)}
+"""Tools of the workbench itself. A backend must be opened with these beside the agent's tools."""

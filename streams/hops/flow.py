@@ -1,15 +1,15 @@
-"""The hops in the order of the flow: one list that the Faust app, the driver and the tests read."""
+"""The hops in the order of the flow: one list for the Faust app, the driver and the tests."""
 
 from collections.abc import Iterable
 
-from schemas.job import Scorer
-from streams.hops import messages_to_trajectories, rewards_to_groups
-from streams.hops.hop import Hop
-from streams.hops.messages_to_trajectories import AssembleTrajectories
-from streams.hops.rewards_to_groups import GroupRewards
-from streams.hops.trajectories_to_rewards import ScoreTrajectories
-from streams.rules.advantage import AdvantageKind
-from streams.rules.scoring import scorers_by_name
+from replayground.schemas.job import Scorer
+from replayground.streams.hops import messages_to_trajectories, rewards_to_groups
+from replayground.streams.hops.hop import Hop
+from replayground.streams.hops.messages_to_trajectories import AssembleTrajectories
+from replayground.streams.hops.rewards_to_groups import GroupRewards
+from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories
+from replayground.streams.rules.advantage import AdvantageKind
+from replayground.streams.rules.scoring import scorers_by_name
 
 
 def hops(
@@ -18,7 +18,9 @@ def hops(
     trajectories_remembered: int = messages_to_trajectories.KEYS_REMEMBERED,
     groups_remembered: int = rewards_to_groups.KEYS_REMEMBERED,
 ) -> tuple[Hop, ...]:
-    """Of each partition, so many of the newest trajectories and groups are remembered after they have ended."""
+    """The hops of a job. `…_remembered`: how many of the newest keys of each partition are kept after they are closed
+    (streams.horizon). Raises BadInput when two scorers have the same name."""
+    # The cutter is not among them: it is a program of its own, for its transactions (streams.cut).
     return (
         AssembleTrajectories(trajectories_remembered),
         ScoreTrajectories(scorers_by_name(own_scorers)),

@@ -1,12 +1,13 @@
-"""cut: groups that teach something become batches of a fixed number of groups, in total order.
+"""cut: puts a fixed number of groups into each batch, in total order.
 
-A group with a member older than allowed is dropped, and the next batch says so. The state after a batch can be read back
-from the batches already cut: which groups they hold or passed over, and how far the groups topic was consumed. A group is
-remembered until it is too old to be admitted: then the rule of staleness refuses it, whoever delivers it again. Of the groups
-that were not taken since the last batch, each partition remembers the newest; the others are counted (decision 0017).
+A group without a learning signal is passed over, and a group with a member older than allowed is stale; the next batch
+names both. The state after a batch can be read back from the batches: they say which groups they hold or passed over,
+and how far the groups topic was consumed. A group is remembered until it is too old to be admitted; from then on the
+staleness rule refuses a repeat. Of the groups that were not taken since the last batch, the newest of each partition
+are remembered and the others only counted (decision 0017).
 
-Partitions are read in any order, but nothing in a batch or in the state depends on it beyond which groups were read, and
-that is what the positions say. So batches can be cut again from the groups on the log, byte for byte (`cut_again`).
+Partitions are read in any order. A batch and the state depend only on which groups were read, and the positions say
+that. So batches can be cut again from the groups on the log, byte for byte (`cut_again`, decision 0016).
 """
 
 from bisect import insort
@@ -16,49 +17,59 @@ from copy import copy
 
 from msgspec import Struct
 
-from schemas.events import Address, BatchCut, BatchMember, Event, GroupCompleted, GroupMember, Meta, Position
-from schemas.ids import derived_id
-from streams.hops.hop import Outcome
-from streams.hops.rewards_to_groups import GROUPED_PURPOSES
-from streams.rules.staleness import is_admitted, oldest_version, trained_members
+from replayground.schemas.events import (
+    Address,
+    BatchCut,
+    BatchMember,
+    Event,
+    GroupCompleted,
+    GroupMember,
+    Meta,
+    Position,
+)
+from replayground.schemas.ids import derived_id
+from replayground.streams.hops.hop import Outcome
+from replayground.streams.hops.rewards_to_groups import GROUPED_PURPOSES
+from replayground.streams.rules.staleness import is_admitted, oldest_version, trained_members
 
+# Part of the id of a batch: change it when the same groups would give another batch.
 CODE_VERSION = "cut-2"
 STATE_VERSION = "cutting-2"
-"of CutState: a snapshot of another version is not read"
+"of CutState: a snapshot of another version is ignored"
 NOT_TAKEN_REMEMBERED = 256
-"""How many groups that were stale or teach nothing are remembered of each partition until the next batch, and named by it. A
-repeat of one from further back is counted once more; it is in no batch, so nothing is trained on twice. A partition has the
-order of its offsets, and a group one partition: what is forgotten does not depend on the order of reading. The stage before
-(rewards_to_groups) remembers as many, and repeats what it completed in the seconds between two commits."""
+"""How many groups that were not taken are remembered of each partition until the next batch, which names them. A repeat
+of an older one is counted again; it is in no batch, so nothing is trained on twice. The limit is per partition, since a
+group has one partition, with a fixed order: what is forgotten does not depend on the order of reading. The stage before
+(rewards_to_groups) remembers as many, and repeats only what it completed in the seconds between two commits."""
 
 
 class NotTaken(Struct, frozen=True, array_like=True):
-    """A group that the next batch names and does not hold."""
+    """A group that the next batch names without holding it."""
 
     group_id: str
     is_stale: bool
-    "else it teaches nothing"
+    "false: it has no learning signal (dropped, or nothing was sampled)"
 
 
 class CutState(Struct):
-    """What was cut so far, and what waits for the next batch. The same whatever partition was read first."""
+    """What was cut so far, and what waits for the next batch. Independent of the order in which partitions are read."""
 
     index_next: int = 0
     waiting: list[GroupCompleted] = []
-    "by group id"
+    "sorted by group id"
     seen: dict[str, int | None] = {}
-    "groups and the policy_ceiling of the batch that names them; None while none does, or when it does not tell"
+    "groups, with the policy_ceiling of the batch that names them; None before that, or when the batch has none"
     not_taken: dict[str, list[NotTaken]] = {}
-    "the newest since the last batch, by topic/partition, in the order of the partition"
+    "the newest ones since the last batch, by topic/partition, in offset order"
     stale: int = 0
-    "groups since the last batch, those that are forgotten too"
+    "number of stale groups since the last batch, with those that are no longer remembered"
     groups_dropped: dict[str, int] = {}
     ceiling: int | None = None
     "policy_ceiling of the next batch so far"
     positions: dict[str, int] = {}
     "topic/partition and the next offset"
     floor: int | None = None
-    "lowest ceiling in `seen`: as long as it can be admitted, nothing can be forgotten"
+    "lowest ceiling in `seen`: while a group of it could be admitted, nothing can be forgotten"
 
 
 class CutGroups:
@@ -86,6 +97,7 @@ class CutGroups:
         self._not_taken_remembered = not_taken_remembered
 
     def is_closed(self, state: CutState) -> bool:
+        # A run has one state, which is needed until its end.
         return False
 
     def key(self, event: Event) -> str | None:
@@ -93,22 +105,25 @@ class CutGroups:
         return self._run_id if wanted else None
 
     def apply_batch(self, state: CutState | None, batch: BatchCut) -> CutState:
-        """The state after a batch that is already on the log. Changes the state it is given."""
+        """The state after a batch that is already on the log. Changes the given state."""
         state = state or CutState()
-        # a state from before the batch may remember groups that the batch no longer did: what it names is what is known
+        # The state is from before the batch and may remember groups that the cutter had forgotten by then. What the
+        # batch names is what counts.
         for group_id in (*map(_group_id, state.waiting), *_names(state.not_taken)):
             del state.seen[group_id]
         return self._next_state(state, batch)
 
     def positions(self, state: CutState) -> list[Position]:
-        """How far the groups of the run are in the state."""
+        """Up to where the groups topic is folded into the state."""
         return [_position(place, offset) for place, offset in sorted(state.positions.items())]
 
     def step(self, state: CutState | None, event: Event, address: Address) -> Outcome:
-        """Mutates the collections of the given state, which the caller must not use again: copying them per group is too slow."""
+        """Changes the collections of the given state, which the caller must not use again."""
+        # A shallow copy: copying the collections for every group would be too slow.
         state = CutState() if state is None else copy(state)
         if not isinstance(event, GroupCompleted) or event.meta.group_id is None:
-            return Outcome(state, refused="batches are cut from groups")
+            return Outcome(state, refused="not a GroupCompleted with a group_id")
+        # The run has all its batches: groups that arrive later are read and ignored.
         if self._batches_max is not None and state.index_next >= self._batches_max:
             return Outcome(state)
         self._take(state, event, event.meta.group_id, address)
@@ -121,8 +136,8 @@ class CutGroups:
     def cut_again(
         self, groups: Iterable[tuple[Address, GroupCompleted]], batches: Iterable[BatchCut]
     ) -> Iterator[BatchCut]:
-        """The batches as they follow from the groups of the run, which come in the order of each partition. What was cut
-        from what is taken from the positions of the batches on the log, and nothing else of them."""
+        """The batches that follow from the groups of the run. `groups` are in the order of each partition. Of the
+        `batches` on the log only the positions are used: they say which groups each was cut from."""
         waiting: dict[tuple[str, int], deque[tuple[Address, GroupCompleted]]] = {}
         for address, group in groups:
             waiting.setdefault((address.topic, address.partition), deque()).append((address, group))
@@ -140,20 +155,22 @@ class CutGroups:
     def _take(self, state: CutState, group: GroupCompleted, group_id: str, address: Address) -> None:
         place = f"{address.topic}/{address.partition}"
         if address.offset < state.positions.get(place, 0):
-            return  # delivered again
+            return  # a repeat
         state.positions[place] = address.offset + 1
+        # The group hop may write a group again under a new offset: it counts once.
         if group_id not in state.seen:
             state.seen[group_id] = None
             self._admit(state, group, group_id, place)
 
     def _next_state(self, state: CutState, batch: BatchCut) -> CutState:
-        """The state once this batch is on the log: what it names is seen, and what is too old by now is forgotten."""
+        """The state once this batch is on the log: groups it names are seen; those that are too old are forgotten."""
         assert batch.index == state.index_next, "batches are numbered without a gap"
         ceiling, seen, floor = batch.policy_ceiling, state.seen, state.floor
         for group_id in (*batch.groups, *batch.groups_stale, *batch.groups_passed):
             seen[group_id] = ceiling
         if ceiling is not None:
             floor = ceiling if floor is None else min(floor, ceiling)
+        # The scan of all groups is needed only when the oldest of them can be forgotten.
         if floor is not None and not self._is_admitted(batch.index + 1, floor):
             seen = {name: of for name, of in seen.items() if of is None or self._is_admitted(batch.index + 1, of)}
             floor = min((of for of in seen.values() if of is not None), default=None)
@@ -165,10 +182,12 @@ class CutGroups:
 
     def _admit(self, state: CutState, group: GroupCompleted, group_id: str, place: str) -> None:
         oldest = oldest_version(group)
+        # Dropped groups count too: the ceiling decides when each group that the batch names can be forgotten.
         if oldest is not None:
             state.ceiling = oldest if state.ceiling is None else max(state.ceiling, oldest)
         dropped = group.dropped_because or (None if trained_members(group) else "nothing_sampled")
         if dropped is None and self._is_admitted(state.index_next, oldest):
+            # Sorted, so that the batch does not depend on the order in which partitions were read.
             insort(state.waiting, group, key=_group_id)
             return
         if dropped is None:
@@ -180,11 +199,12 @@ class CutGroups:
     def _remember(self, state: CutState, place: str, group: NotTaken) -> None:
         newest = state.not_taken.setdefault(place, [])
         newest.append(group)
+        # Forgotten, not uncounted: groups_dropped and stale keep their numbers.
         if len(newest) > self._not_taken_remembered:
             del state.seen[newest.pop(0).group_id]
 
     def _batch(self, state: CutState) -> BatchCut:
-        """Everything in it is sorted."""
+        """The batch of all groups that wait. All lists are sorted: equal groups give equal bytes."""
         groups = state.waiting
         not_taken = [group for newest in state.not_taken.values() for group in newest]
         stale = sorted(group.group_id for group in not_taken if group.is_stale)
@@ -207,6 +227,7 @@ class CutGroups:
         )
 
     def _meta(self, index: int, groups: list[GroupCompleted]) -> Meta:
+        # Of the newest group by event time, not of the last one read: replay must give the same bytes.
         newest = max(groups, key=lambda group: (group.meta.timestamp, group.meta.id))
         return Meta(
             id=derived_id("BatchCut", self._run_id, index, CODE_VERSION, *(group.meta.id for group in groups)),

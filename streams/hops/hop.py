@@ -1,4 +1,4 @@
-"""A hop is a pure fold over one topic: step(state, event, address) -> Outcome. It holds no clock, no random, no client.
+"""A hop is a pure fold over one topic: step(state, event, address) -> Outcome. No clock, no random numbers, no client.
 
 The Faust app, the driver and the simulator run the same hops from one list (streams.hops.flow). State is kept per key
 and must be serialisable; a hop that keeps none has `state_class` None.
@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from schemas.events import Address, Event
+from replayground.schemas.events import Address, Event
 
 
 class Outcome(Struct, frozen=True):
-    """What a step decided: the new state (None = forget the key), new events, or why the event is rejected."""
+    """The result of a step: the new state (None = forget the key), new events, or why the event is rejected."""
 
     state: Any = None
     events: Sequence[Event] = ()
@@ -28,7 +28,7 @@ class Hop(Protocol):
 
     @property
     def reads(self) -> str:
-        """The topic it folds."""
+        """The topic that it reads."""
 
     @property
     def state_class(self) -> type[Struct] | None: ...
@@ -38,10 +38,11 @@ class Hop(Protocol):
         """How many of the newest keys of a partition are remembered after they are closed (streams.horizon)."""
 
     def is_closed(self, state: Any) -> bool:
-        """Nothing more is expected of the key that has this state."""
+        """Whether no further event is expected for a key in this state (streams.horizon)."""
 
     def key(self, event: Event) -> str | None:
         """Which state the event belongs to; None when the hop ignores the event."""
 
     def step(self, state: Any, event: Event, address: Address) -> Outcome:
-        """Total: never raises for any event of its topic. The same input always gives the same outcome."""
+        """Never raises, for any event of its topic. The same input always gives the same outcome, so a repeat after a
+        crash gives events with the same ids."""

@@ -1,12 +1,12 @@
-"""assemble: the messages of an attempt become one trajectory when its end arrives and nothing is missing.
+"""assemble: turns the messages of an attempt into one trajectory when the attempt has ended and no message is missing.
 
-Attempts of one trajectory are kept apart by attempt_id. Repeats are ignored. A gap in `seq` rejects the message after it:
-the attempt never yields a guessed trajectory, and the scheduler requests another attempt.
+Attempts of one trajectory are kept apart by attempt_id. Repeats are ignored. A message after a gap in `seq` is
+rejected: no trajectory is made with messages missing, and the scheduler requests another attempt.
 
-Messages of several contexts arrive mixed, in the order in which they happened; a trajectory holds its contexts one after
-another, whole, so that whoever trains on it can keep them apart.
+Messages of several contexts arrive mixed, in the order in which they happened. A trajectory holds its contexts one
+after another, so that the trainer can separate them.
 
-Beside each TrajectoryAssembled stands a small AttemptEnded, so that planners need not read tokens to count attempts.
+With each TrajectoryAssembled goes a small AttemptEnded: planners count attempts without reading tokens.
 """
 
 from bisect import bisect_right
@@ -17,7 +17,7 @@ from typing import Any, cast
 import msgspec
 from msgspec import Struct
 
-from schemas.events import (
+from replayground.schemas.events import (
     Address,
     AgentMessaged,
     AttemptEnded,
@@ -33,12 +33,14 @@ from schemas.events import (
     TurnGenerated,
     Utterance,
 )
-from schemas.ids import derived_id
-from schemas.packed import token_count
-from streams.hops.hop import Outcome
+from replayground.schemas.ids import derived_id
+from replayground.schemas.packed import token_count
+from replayground.streams.hops.hop import Outcome
 
+# Part of the ids of derived events: change it when the same messages would give another trajectory.
 CODE_VERSION = "assemble-1"
 KEYS_REMEMBERED = 1024
+# One float32 of 0.0, for tokens that the policy did not sample.
 _UNKNOWN_LOGPROB = b"\x00\x00\x00\x00"
 
 
@@ -51,7 +53,7 @@ class MessageSpan(Struct):
 
 
 class PartialTrajectory(Struct):
-    """An attempt that has not ended. Tokens are in the order of their messages."""
+    """An attempt that has not ended. Tokens are in message order; `_by_context` sorts them at the end."""
 
     started: RolloutStarted
     seq_next: int
@@ -64,20 +66,21 @@ class PartialTrajectory(Struct):
     turns: int = 0
     taught: bool = False
     "true when a turn came without log-probabilities: a teacher's, good for SFT and never for RL"
+    # With defaults: a state that an older release stored has none of the fields below.
     pieces: list[MessageSpan] = []
     contexts: list[Context] = []
-    "those begun so far; their starts are known at the end"
+    "those begun so far; `start` is in message order until the end"
     untaught: bool = False
     "true when a turn came with log-probabilities: the policy's"
 
 
 class AssemblyState(Struct):
-    """All attempts of one trajectory: those under way, and the names of those that ended."""
+    """All attempts of one trajectory: those under way, and the ids of those that ended."""
 
     attempts: dict[str, PartialTrajectory] = {}
     ended: list[str] = []
     is_closed: bool = False
-    "an attempt ended other than by infra_error: no further one is asked for"
+    "an attempt ended other than by infra_error: no further one is requested"
 
 
 class AssembleTrajectories:
@@ -91,7 +94,7 @@ class AssembleTrajectories:
         self.keys_remembered = keys_remembered
 
     def is_closed(self, state: AssemblyState) -> bool:
-        """Also while another attempt is open: it belongs to a second worker, which nobody waits for, or to a dead one."""
+        # Also while another attempt is open: it is of a dead worker, or of a second one that nobody waits for.
         return state.is_closed
 
     def key(self, event: Event) -> str | None:
@@ -102,6 +105,7 @@ class AssembleTrajectories:
         if attempt_id is None or seq is None or event.meta.group_id is None:
             return Outcome(state, refused="a message of a rollout needs group_id, attempt_id and seq")
         known = state or AssemblyState()
+        # The same object as before: the stage then stores nothing.
         if attempt_id in known.ended:
             return Outcome(state)
         attempt = known.attempts.get(attempt_id)
@@ -109,25 +113,24 @@ class AssembleTrajectories:
         if seq < expected:
             return Outcome(state)
         if seq > expected:
-            return Outcome(
-                state, refused=f"seq {seq} where {expected} was to come: a message of the attempt is missing"
-            )
+            return Outcome(state, refused=f"seq {seq}, expected {expected}: a message of the attempt is missing")
         return self._apply(known, attempt_id, attempt, event)
 
     def _apply(self, state: AssemblyState, attempt_id: str, attempt: PartialTrajectory | None, event: Event) -> Outcome:
         if isinstance(event, RolloutEnded):
             if attempt is None:
-                return Outcome(state, refused="an attempt ended that never started")
+                return Outcome(state, refused="RolloutEnded of an attempt without RolloutStarted")
             rest = {name: other for name, other in state.attempts.items() if name != attempt_id}
             assert attempt_id not in state.ended, "an attempt ends once"
             trajectory = _assemble(attempt, event)
+            # After an infra_error the scheduler requests another attempt at the same trajectory.
             is_closed = state.is_closed or event.ended_by != "infra_error"
             return Outcome(
                 AssemblyState(rest, [*state.ended, attempt_id], is_closed), (trajectory, _attempt_ended(trajectory))
             )
         if attempt is None and not isinstance(event, RolloutStarted):
             return Outcome(state, refused=f"an attempt starts with RolloutStarted, not {type(event).__name__}")
-        wrong = _complaint(event, attempt) if attempt is not None else None
+        wrong = _complaint(event, attempt)
         if wrong is not None:
             return Outcome(state, refused=wrong)
         grown = _begin(cast(RolloutStarted, event)) if attempt is None else _extend(event, attempt)
@@ -135,20 +138,25 @@ class AssembleTrajectories:
         return Outcome(AssemblyState(state.attempts | {attempt_id: grown}, state.ended, state.is_closed))
 
 
-def _complaint(event: Event, attempt: PartialTrajectory) -> str | None:
-    """Why a message does not fit its attempt; None when it does."""
-    if not isinstance(event, (TurnGenerated, ToolObserved, AgentMessaged)):
+def _complaint(event: Event, attempt: PartialTrajectory | None) -> str | None:
+    """Why a message does not fit its attempt, None when it does. Without an attempt, it is the one that begins it."""
+    if isinstance(event, RolloutStarted):
+        count = len(event.prompt_tokens)
+        return f"{count} bytes of prompt tokens are no whole tokens" if count % 4 else None
+    if attempt is None or not isinstance(event, (TurnGenerated, ToolObserved, AgentMessaged)):
         return None
+    # A state of an older release has no list of contexts: such an attempt has one.
     known = max(1, len(attempt.contexts))
+    # A turn extends a known context; an observation or agent message may also begin the next one.
     if not 0 <= event.context < known + (not isinstance(event, TurnGenerated)):
         return f"context {event.context} of an attempt that has {known}"
     if len(event.tokens) % 4:
         return f"{len(event.tokens)} bytes of tokens are no whole tokens"
     if isinstance(event, TurnGenerated):
         if event.logprobs and len(event.logprobs) != len(event.tokens):
-            return "a turn has another number of log-probabilities than of tokens"
+            return "the numbers of log-probabilities and tokens differ"
         if any(not 0 <= span.start <= span.end <= token_count(event.tokens) for span in event.versions):
-            return "a weight version is named for tokens that the turn does not have"
+            return "the span of a weight version is outside the tokens of the turn"
     return None
 
 
@@ -169,7 +177,7 @@ def _begin(started: RolloutStarted) -> PartialTrajectory:
 
 @singledispatch
 def _extend(event: Event, attempt: PartialTrajectory) -> PartialTrajectory:
-    """The attempt with one more message. Messages that add nothing to the trajectory leave it as it is."""
+    """The attempt with one more message. Kinds of messages without a handler below change nothing."""
     return attempt
 
 
@@ -179,6 +187,7 @@ def _(event: TurnGenerated, attempt: PartialTrajectory) -> PartialTrajectory:
     segments = [
         Segment(start=start + span.start, end=start + span.end, agent=event.agent, policy_version=span.version)
         for span in event.versions
+        # Without versions it is a teacher's turn.
     ] or [Segment(start=start, end=start + count, agent=event.agent, policy_version=None)]
     return msgspec.structs.replace(
         attempt,
@@ -189,6 +198,7 @@ def _(event: TurnGenerated, attempt: PartialTrajectory) -> PartialTrajectory:
         transcript=[*attempt.transcript, Utterance(role="assistant", name=event.agent, content=event.text)],
         tokens_sampled=attempt.tokens_sampled + count,
         turns=attempt.turns + 1,
+        # A turn without tokens has no log-probabilities either, whoever sampled it.
         taught=attempt.taught or (not event.logprobs and count > 0),
         untaught=attempt.untaught or bool(event.logprobs),
         pieces=[*attempt.pieces, MessageSpan(event.context, start, start + count)],
@@ -216,10 +226,11 @@ def _(event: ToolCalled, attempt: PartialTrajectory) -> PartialTrajectory:
 def _read(
     attempt: PartialTrajectory, event: ToolObserved | AgentMessaged, source: str, said: Utterance
 ) -> PartialTrajectory:
-    """Adds tokens that an agent read and did not sample."""
+    """Adds tokens that an agent read and did not sample: their loss mask is 0."""
     tokens = event.tokens
     start, count = token_count(attempt.tokens), token_count(tokens)
     contexts = attempt.contexts
+    # The next unused number begins a new context, with these tokens as its prompt.
     if event.context >= max(1, len(contexts)):
         begun = Context(start=start, agent=event.meta.receiver or source, because=event.context_because)
         contexts = [*contexts, begun]
@@ -248,6 +259,7 @@ def _assemble(attempt: PartialTrajectory, ended: RolloutEnded) -> TrajectoryAsse
         seed=started.seed,
         tokens=attempt.tokens,
         loss_mask=attempt.loss_mask,
+        # Empty marks a teacher's trajectory: it serves SFT, and RL must not use it.
         logprobs=b"" if attempt.taught else attempt.logprobs,
         segments=attempt.segments,
         transcript=attempt.transcript,
@@ -255,18 +267,20 @@ def _assemble(attempt: PartialTrajectory, ended: RolloutEnded) -> TrajectoryAsse
         ended_by=ended.ended_by,
         reason=ended.reason,
         turns=attempt.turns,
+        # Not attempt.tokens_sampled: in an attempt with a teacher too, that counts the teacher's tokens.
         tokens_sampled=attempt.loss_mask.count(1),
         policy_version_oldest=min(versions, default=None),
         template_hash=started.template_hash,
         tools_hash=started.tools_hash,
         world_hash=started.world_hash,
         cost=ended.cost,
+        # A single context is left out, as in events of older releases.
         contexts=attempt.contexts if len(attempt.contexts) > 1 else [],
     )
 
 
 def _attempt_ended(trajectory: TrajectoryAssembled) -> AttemptEnded:
-    """The same fact without tokens and transcript."""
+    """The end of the attempt, without tokens and transcript."""
     changes: dict[str, Any] = {
         "id": derived_id("AttemptEnded", trajectory.meta.attempt_id, CODE_VERSION),
         "category": "attempt",
@@ -285,7 +299,8 @@ def _attempt_ended(trajectory: TrajectoryAssembled) -> AttemptEnded:
 
 
 def _without_teachers(attempt: PartialTrajectory) -> PartialTrajectory:
-    """Where the policy worked with a teacher, only what the policy sampled is marked as such, and can be trained on."""
+    """In an attempt of policy and teacher together, removes the teacher's tokens from the loss mask: only what the
+    policy sampled can be trained on."""
     if not (attempt.taught and attempt.untaught):
         return attempt
     mask = bytearray(attempt.loss_mask)
@@ -296,12 +311,15 @@ def _without_teachers(attempt: PartialTrajectory) -> PartialTrajectory:
 
 
 def _by_context(attempt: PartialTrajectory) -> PartialTrajectory:
-    """The same tokens, context after context instead of in the order of their messages."""
+    """Moves tokens, mask, log-probabilities and segments from message order to one context after another."""
     if len(attempt.contexts) < 2:
         return attempt
     pieces = sorted(attempt.pieces, key=lambda piece: piece.context)  # stable: within a context the order stays
+    # Where each piece begins in the new order, and the first of each context.
     starts = list(accumulate((piece.end - piece.start for piece in pieces), initial=0))[:-1]
+    # Without empty pieces: they share their start with the next piece, whose place counts.
     moved = {piece.start: start for piece, start in zip(pieces, starts, strict=True) if piece.end > piece.start}
+    # Backwards, so that the first piece of a context is the one that stays.
     first = {piece.context: start for piece, start in zip(reversed(pieces), reversed(starts), strict=True)}
     return msgspec.structs.replace(
         attempt,
@@ -316,10 +334,11 @@ def _by_context(attempt: PartialTrajectory) -> PartialTrajectory:
 
 
 def _move_segments(segments: list[Segment], moved: dict[int, int]) -> list[Segment]:
-    """Segments at their new places, in order. Each lies within one of the pieces that were moved from start to start."""
+    """Segments at their new places, sorted. `moved` maps the old start of each piece to its new start."""
     origins = sorted(moved)
     found: list[Segment] = []
     for segment in (segment for segment in segments if segment.end > segment.start):
+        # A segment lies within one piece: the last one that begins at or before it.
         origin = origins[bisect_right(origins, segment.start) - 1]
         shift = moved[origin] - origin
         found.append(msgspec.structs.replace(segment, start=segment.start + shift, end=segment.end + shift))

@@ -1,7 +1,7 @@
-"""group: when all members of a group have ended, they are compared with each other.
+"""group: computes the advantages of a group when all its members have ended.
 
-A member is filled by the first attempt that ended other than by infra_error and has a reward of every scorer; it is
-valid unless a scorer excluded it. Members are never copied, and a group is completed once.
+A member is filled by the first attempt that ended other than by infra_error and has a reward from every scorer. It is
+valid unless a scorer excluded it. A group is completed once.
 """
 
 from typing import Any
@@ -9,14 +9,17 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from schemas.events import Address, Event, GroupCompleted, GroupMember, Meta, RewardAssigned
-from schemas.ids import derived_id
-from streams.hops.hop import Outcome
-from streams.rules.advantage import AdvantageKind, advantages, deviation, drop_reason, mean
-from streams.rules.scoring import SCORE_MAX
+from replayground.schemas.events import Address, Event, GroupCompleted, GroupMember, Meta, RewardAssigned
+from replayground.schemas.ids import derived_id
+from replayground.streams.hops.hop import Outcome
+from replayground.streams.rules.advantage import AdvantageKind, advantages, deviation, drop_reason, mean
+from replayground.streams.rules.scoring import SCORE_MAX
 
+# Part of the id of a group: change it when the same rewards would give another group.
 CODE_VERSION = "group-1"
+# More than what `score` repeats after a kill, which is one commit (decision 0017).
 KEYS_REMEMBERED = 256
+# Evaluations and demonstrations are scored and never compared.
 GROUPED_PURPOSES = ("train", "replay")
 
 
@@ -25,7 +28,7 @@ class GroupState(Struct):
 
     members: dict[int, dict[str, dict[str, RewardAssigned]]] = {}
     filled: dict[int, str] = {}
-    "member index -> the attempt that filled it"
+    "member index -> id of the attempt that filled it"
     completed: bool = False
 
 
@@ -48,19 +51,23 @@ class GroupRewards:
 
     def step(self, state: GroupState | None, event: Event, address: Address) -> Outcome:
         if not isinstance(event, RewardAssigned) or event.meta.attempt_id is None:
-            return Outcome(state, refused="a group is made of rewards with an attempt_id")
-        # decided by how the attempt ended, not by a scorer's verdict: only infra_error is retried
+            return Outcome(state, refused="not a RewardAssigned with an attempt_id")
+        # By how the attempt ended, not by a scorer's verdict: the scheduler retries infra_error and nothing else, so a
+        # group that waited for any other retry would never complete.
         if event.ended_by == "infra_error":
             return Outcome(state)
+        # A repeat, or another attempt at a member that has one.
         if state is not None and (state.completed or event.index in state.filled):
             return Outcome(state)
         state = _with_reward(state or GroupState(), event, event.meta.attempt_id)
         if len(state.filled) < event.group_size:
             return Outcome(state)
+        # The rewards are dropped: a completed group only has to recognise repeats.
         return Outcome(GroupState(completed=True), (self._complete(state),))
 
     def _complete(self, state: GroupState) -> GroupCompleted:
         assert state.filled, "a group has at least one member"
+        # By member index, so that the order in which rewards arrived does not matter.
         chosen = [list(state.members[index][state.filled[index]].values()) for index in sorted(state.filled)]
         valid = [_total(rewards) for rewards in chosen if _is_valid(rewards)]
         dropped = drop_reason(valid)
@@ -68,7 +75,7 @@ class GroupRewards:
         members = [_member(rewards, next(by_valid) if _is_valid(rewards) else 0.0) for rewards in chosen]
         assert next(by_valid, None) is None, "each advantage belongs to one valid member"
         return GroupCompleted(
-            # the newest reward, not the last one delivered: the event is the same in whatever order rewards arrive
+            # The newest reward, not the last one delivered: the same event for every order of arrival.
             meta=_meta(max((reward for rewards in chosen for reward in rewards), key=_age), members),
             scorer_set="+".join(sorted(f"{reward.scorer}:{reward.scorer_version}" for reward in chosen[0])),
             members=members,
@@ -81,6 +88,7 @@ class GroupRewards:
 def _with_reward(state: GroupState, reward: RewardAssigned, attempt_id: str) -> GroupState:
     attempts = state.members.get(reward.index, {})
     rewards = attempts.get(attempt_id, {}) | {reward.scorer: reward}
+    # A task without scorers has an empty list: its one reward, of NO_SCORER, is enough.
     whole = set(rewards) >= set(reward.scorers)
     return GroupState(
         members=state.members | {reward.index: attempts | {attempt_id: rewards}},
@@ -97,7 +105,7 @@ def _is_valid(rewards: list[RewardAssigned]) -> bool:
 
 
 def _is_finite(reward: RewardAssigned) -> bool:
-    """Other programs may write rewards too: a NaN or an infinity must not reach the advantages of a group."""
+    """False for NaN and infinity, which must not reach the advantages: other programs may write rewards too."""
     return abs(reward.score) <= SCORE_MAX
 
 

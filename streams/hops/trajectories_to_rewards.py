@@ -1,27 +1,27 @@
-"""score: every trajectory gets one reward per scorer that its task names.
+"""score: gives every trajectory one reward from each scorer of its task.
 
-A scorer that does not exist, fails, or returns what is no score excludes the trajectory with the reason: nothing that a job
-gets wrong leaves the group of the trajectory waiting."""
+A scorer that does not exist, fails, or returns no valid score excludes the trajectory with the reason. So no error of a
+job leaves a group waiting for a reward."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from schemas.events import Address, Event, Meta, RewardAssigned, TrajectoryAssembled
-from schemas.ids import derived_id
-from schemas.job import Scorer
-from streams.hops.hop import Outcome
-from streams.rules.scoring import score_trajectory
+from replayground.schemas.events import Address, Event, Meta, RewardAssigned, TrajectoryAssembled
+from replayground.schemas.ids import derived_id
+from replayground.schemas.job import Scorer
+from replayground.streams.hops.hop import Outcome
+from replayground.streams.rules.scoring import score_trajectory
 
 NO_SCORER = "none"
-"the scorer of the excluded reward of a task that names no scorer"
+"scorer in the excluded reward of a task without scorers"
 UNKNOWN_VERSION = "unknown"
 "version of a scorer that the job does not have"
 
 
 class ScoreTrajectories:
-    """See streams.hops.hop.Hop. Keeps no state: a trajectory carries all that a scorer needs."""
+    """See streams.hops.hop.Hop. Stateless: a trajectory has everything that a scorer needs."""
 
     name = "score"
     reads = "trajectories"
@@ -40,6 +40,7 @@ class ScoreTrajectories:
     def step(self, state: None, event: Event, address: Address) -> Outcome:
         if not isinstance(event, TrajectoryAssembled):
             return Outcome(refused=f"{type(event).__name__} cannot be scored")
+        # At least one reward: without any, the group would never hear of this member.
         names = event.task.scorers or [NO_SCORER]
         return Outcome(events=[self._reward(event, address, name) for name in names])
 
@@ -67,6 +68,7 @@ class ScoreTrajectories:
 
 def _meta(trajectory: TrajectoryAssembled, scorer: str, version: str) -> Meta:
     changes: dict[str, Any] = {
+        # The version too: replay with a changed scorer gives new rewards, not repeats.
         "id": derived_id("RewardAssigned", trajectory.meta.id, scorer, version),
         "category": "reward",
         "topic": "rewards",

@@ -1,24 +1,24 @@
-"""Holds a program to its declaration: what schemas.programs does not say of it is refused before it reaches the broker."""
+"""Refuses every use of the log that schemas.programs does not declare for a program, before it reaches the broker."""
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from schemas.events import Event
-from schemas.programs import ACCESS_BY_PROGRAM, Access, UndeclaredAccess, Use
+from replayground.schemas.events import Event
+from replayground.schemas.programs import ACCESS_BY_PROGRAM, Access, UndeclaredAccess, Use
 
 RECORD_FOLDER = "REPLAYGROUND_ACCESS_RECORD"
-"names a folder: every use of the log is noted there, a file a program, so that a test can compare it with the table"
+"environment variable with a folder: each use of the log is recorded there, one file per program, for a test"
 
 
 class AccessGuard:
-    """The uses of the log by one program. Each method raises UndeclaredAccess for a use that the table does not have."""
+    """Checks how one program uses the log. Each method raises UndeclaredAccess for a use that is not declared."""
 
     def __init__(self, program: str) -> None:
         assert program in ACCESS_BY_PROGRAM, f"{program!r} is no program of schemas.programs.ACCESS"
         self._access: Access = ACCESS_BY_PROGRAM[program]
         self._allowed: set[Use] = set()
-        "what was looked up once"
+        "uses that were checked before"
 
     def write(self, event: type[Event]) -> None:
         self._require(("write", event.__name__))
@@ -40,11 +40,12 @@ class AccessGuard:
         self._require(("transact", ""))
 
     def touches(self, topic: str) -> bool:
-        """Whether the program has anything to do with a topic."""
+        """Whether the program reads or writes a topic."""
         access = self._access
         return access.is_unlimited or topic in access.topics_read | access.topics_written
 
     def _require(self, use: Use) -> None:
+        # Checked on every append, so a use that is known to be allowed costs one look-up.
         if use in self._allowed:
             return
         if not self._access.declares(use):
@@ -52,6 +53,7 @@ class AccessGuard:
                 f"program {self._access.program}: {' '.join(use)} is not declared in schemas.programs.ACCESS"
             )
         self._allowed.add(use)
+        # Tests find declarations that no program uses by these files (decision 0019).
         if folder := os.environ.get(RECORD_FOLDER):
             with (Path(folder) / self._access.program).open("a") as file:
                 file.write(" ".join(use) + "\n")

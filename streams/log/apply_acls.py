@@ -1,4 +1,4 @@
-"""Applies ACLs (schemas.acls) through the brokers' admin interface."""
+"""Creates ACLs (schemas.acls) through Kafka's admin API."""
 
 from collections.abc import Iterable
 
@@ -7,15 +7,16 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._acl import AclBinding, AclOperation, AclPermissionType
 from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 
-from schemas.acls import PREFIXED, Acl
-from schemas.programs import OPERATOR
-from schemas.run import LogSettings
-from streams.log.connection import ASK_SECONDS, BrokerClient, Connection
+from replayground.schemas.acls import PREFIXED, Acl
+from replayground.schemas.programs import OPERATOR
+from replayground.schemas.run import LogSettings
+from replayground.streams.log.connection import ASK_SECONDS, BrokerClient, Connection
 
 _RESOURCES = {
     "topic": ResourceType.TOPIC,
     "group": ResourceType.GROUP,
     "transactional-id": ResourceType.TRANSACTIONAL_ID,
+    # librdkafka has no CLUSTER: its BROKER is the cluster resource of the protocol.
     "cluster": ResourceType.BROKER,
 }
 _OPERATIONS = {
@@ -29,7 +30,7 @@ _OPERATIONS = {
 
 
 def apply_acls(log: LogSettings, rights: Iterable[Acl]) -> None:
-    """Adds these rights; needs credentials that may alter ACLs. Safe to call again. Raises NotAllowed, LogUnavailable."""
+    """Adds these ACLs; needs credentials that may alter ACLs. Safe to repeat. Raises NotAllowed, LogUnavailable."""
     connection = Connection(log, OPERATOR)
     with BrokerClient(connection).client() as admin:
         _create(connection, admin, [_binding(acl) for acl in rights])
@@ -44,6 +45,7 @@ def _create(connection: Connection, admin: AdminClient, bindings: list[AclBindin
 
 
 def _binding(acl: Acl) -> AclBinding:
+    # "*" below: the right holds from every host.
     pattern = ResourcePatternType.PREFIXED if acl.pattern == PREFIXED else ResourcePatternType.LITERAL
     return AclBinding(
         _RESOURCES[acl.resource],

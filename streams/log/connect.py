@@ -1,10 +1,10 @@
-"""Opens the log a run is told of."""
+"""Opens the log of a run."""
 
-from schemas.blobs import open_blobs
-from schemas.codec import Codec
-from schemas.registry import ConfluentRegistry
-from schemas.run import Run
-from streams.log.kafka import KafkaLog
+from replayground.schemas.blobs import open_blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.registry import ConfluentRegistry
+from replayground.schemas.run import Run
+from replayground.streams.log.kafka import KafkaLog
 
 
 def registry_of(run: Run) -> ConfluentRegistry:
@@ -16,5 +16,5 @@ def codec_of(run: Run) -> Codec:
 
 
 def open_log(run: Run) -> KafkaLog:
-    """The run's log, typed, for run.program. Nothing is asked of the broker yet. Raises BadInput when a secret is missing."""
+    """The log of a run, with the rights of run.program. Does not connect to the brokers yet. Raises BadInput."""
     return KafkaLog(run.log, codec_of(run), run.program)

@@ -13,9 +13,9 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
-from schemas.errors import BadInput, LogUnavailable, NotAllowed, ReplaygroundError
-from schemas.run import LogSettings, SecuritySettings
-from schemas.secrets import for_program, read_secret
+from replayground.schemas.errors import BadInput, LogUnavailable, NotAllowed, ReplaygroundError
+from replayground.schemas.run import LogSettings, SecuritySettings
+from replayground.schemas.secrets import for_program, read_secret
 
 ASK_SECONDS = 20.0
 _TRY_SECONDS = 1.0

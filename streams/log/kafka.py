@@ -25,15 +25,23 @@ from confluent_kafka.admin._listoffsets import OffsetSpec
 from confluent_kafka.admin._metadata import TopicMetadata
 from confluent_kafka.cimpl import NewTopic
 
-from schemas.codec import Codec
-from schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, NotAllowed, Rebalanced
-from schemas.events import Address, Event, Position
-from schemas.programs import OPERATOR
-from schemas.run import LogSettings
-from schemas.topics import COMPACTED_SOON, FOREVER, PARTITIONS, TOPIC_BY_NAME, TOPICS, Topic, topic_of
-from streams.log.access import AccessGuard
-from streams.log.connection import ASK_SECONDS, AuthenticationFailures, BrokerClient, Connection
-from streams.log.protocol import (
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import (
+    BadInput,
+    Fenced,
+    LogBroken,
+    LogUnavailable,
+    NotAllowed,
+    Rebalanced,
+    ReplaygroundError,
+)
+from replayground.schemas.events import Address, Event, Position
+from replayground.schemas.programs import OPERATOR
+from replayground.schemas.run import LogSettings
+from replayground.schemas.topics import COMPACTED_SOON, FOREVER, PARTITIONS, TOPIC_BY_NAME, TOPICS, Topic, topic_of
+from replayground.streams.log.access import AccessGuard
+from replayground.streams.log.connection import ASK_SECONDS, AuthenticationFailures, BrokerClient, Connection
+from replayground.streams.log.protocol import (
     Delivery,
     GroupLag,
     RawMessage,
@@ -47,6 +55,8 @@ from streams.log.protocol import (
 logger = structlog.get_logger()
 
 _SETTLE_SECONDS = 3.0
+_OFFSETS_SECONDS = 1.0
+"Limit of a first ListOffsets request; each further try waits twice as long, so that a busy broker is heard too."
 _TRANSACTION_SECONDS = 60.0
 "transaction.timeout.ms: after this the coordinator aborts a transaction whose producer is silent"
 _POLL_BYTES_MAX = 16 * 1024 * 1024
@@ -80,9 +90,8 @@ def _consumer_settings(connection: Connection, refusals: AuthenticationFailures,
         "auto.offset.reset": "earliest",
         "isolation.level": "read_committed",
         "session.timeout.ms": 10_000,
-        "max.poll.interval.ms": 20
-        * 60
-        * 1000,  # a rollout worker with all slots busy polls nothing until a rollout ends
+        # A program may be busy with one batch for minutes; a rollout worker with all slots busy still polls, for nothing.
+        "max.poll.interval.ms": 20 * 60 * 1000,
         # messages come one by one: fetched twenty times a second instead, they cost the broker a fraction of its work
         "fetch.min.bytes": 64 * 1024,
         "fetch.wait.max.ms": 50,
@@ -529,6 +538,8 @@ class KafkaReader:
         "where reading begins on partitions that nobody told of; None = the group assigns them"
         self._topics = list(topics)
         self._held: set[tuple[str, int]] = set()
+        self._failure: ReplaygroundError | None = None
+        "met behind messages that were handed out: the next poll raises it"
         if group is None:
             self._assign_all(OFFSET_BEGINNING, start)
         elif alone:
@@ -563,35 +574,43 @@ class KafkaReader:
         return [message for _, message in self._poll_now(messages_max, timeout_seconds)]
 
     def _poll_now(self, messages_max: int, timeout_seconds: float) -> list[tuple[Address, Message]]:
+        if (earlier := self._failure) is not None:
+            self._failure = None
+            raise earlier
         self._hold(messages_max == 0)
         try:
             # `consume` alone would wait out the whole timeout unless messages_max arrive
             first = self._consumer.poll(timeout_seconds)
             polled = [] if first is None else [first, *self._take_fetched(messages_max - 1)]
-        except KafkaException as failure:
-            raise self._connection.error(failure.args[0], f"read {', '.join(self._topics)}") from failure
+        except KafkaException as error:
+            raise self._connection.error(error.args[0], f"read {', '.join(self._topics)}") from error
         if not polled and self._refusals.newest is not None:
             self._refusals.newest = None
             self._questions.require_known()  # librdkafka retries authentication for ever
         messages: list[tuple[Address, Message]] = []
+        failure: ReplaygroundError | None = None
         for message in polled:
-            error = message.error()
-            if error is None:
+            reported = message.error()
+            if reported is None:
                 address = _address(self._connection, message)
                 place = (address.topic, address.partition)
                 if self._starts and address.offset < self._starts.get(place, 0):
                     continue  # fetched before the seek
                 self._next[place] = address.offset + 1
                 messages.append((address, message))
-            elif error.code() == KafkaError._PARTITION_EOF:
+            elif reported.code() == KafkaError._PARTITION_EOF:
                 self._ends_seen[self._connection.plain(str(message.topic())), _partition(message)] = _offset(message)
-            elif error.code() == KafkaError._AUTO_OFFSET_RESET:
-                raise LogBroken(
+            elif reported.code() == KafkaError._AUTO_OFFSET_RESET:
+                failure = LogBroken(
                     f"{message.topic()}/{message.partition()} cannot be read on from where this reader stands: the broker has "
-                    f"removed those events ({error}). Restore them, or start a new run"
+                    f"removed those events ({reported}). Restore them, or start a new run"
                 )
-            elif error.fatal() or not (error.retriable() or error.code() in _PASSING_ERRORS):
-                raise self._connection.error(error, f"read {message.topic() or ', '.join(self._topics)}")
+            elif reported.fatal() or not (reported.retriable() or reported.code() in _PASSING_ERRORS):
+                failure = self._connection.error(reported, f"read {message.topic() or ', '.join(self._topics)}")
+        if failure is not None and not messages:
+            raise failure
+        # Positions are already behind these messages: raised now, the error would drop them, and a commit would pass them.
+        self._failure = failure
         return messages
 
     def _go_back_before(self, polled: Sequence[tuple[Address, Message]]) -> None:
@@ -834,6 +853,8 @@ _LEADER_ERRORS = {
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.OFFSET_NOT_AVAILABLE,
+    KafkaError._TIMED_OUT,
+    KafkaError._TRANSPORT,
 }
 _PASSING_ERRORS = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._MAX_POLL_EXCEEDED}
 
@@ -938,12 +959,14 @@ def _offsets(
     """Asks again while a partition changes its leader: the client may still know the one before."""
     places = list(partitions)
     until = time.monotonic() + ASK_SECONDS
+    timeout_seconds = _OFFSETS_SECONDS
     while True:
         try:
-            return _offsets_now(connection, admin, places, which)
+            return _offsets_now(connection, admin, places, which, timeout_seconds)
         except _LeaderMoved as error:
             if time.monotonic() > until:
                 raise LogUnavailable(str(error)) from error
+            timeout_seconds = min(2 * timeout_seconds, ASK_SECONDS)
             time.sleep(0.5)
             _request(connection, lambda: admin.list_topics(timeout=ASK_SECONDS), "ask for topics")  # who leads now
 
@@ -953,9 +976,16 @@ class _LeaderMoved(LogUnavailable):
 
 
 def _offsets_now(
-    connection: Connection, admin: AdminClient, partitions: Sequence[tuple[str, int]], which: OffsetSpec
+    connection: Connection,
+    admin: AdminClient,
+    partitions: Sequence[tuple[str, int]],
+    which: OffsetSpec,
+    timeout_seconds: float,
 ) -> dict[tuple[str, int], int]:
-    futures = admin.list_offsets({_partition_at(connection, place): which for place in partitions})
+    # librdkafka 2.16 sends the request to the leader that it knows. When that broker has just died, its threads spin at
+    # 100 % until the request times out (without a limit of ours: 20 s), and only a new request finds the new leader.
+    wanted = {_partition_at(connection, place): which for place in partitions}
+    futures = admin.list_offsets(wanted, request_timeout=timeout_seconds)
     offsets: dict[tuple[str, int], int] = {}
     for place, future in futures.items():
         doing = f"ask for the offsets of {place.topic}/{place.partition}"
@@ -968,8 +998,9 @@ def _offsets_now(
             raise
         offsets[connection.plain(place.topic), place.partition] = int(answer.offset)
     for (topic, partition), offset in offsets.items():
-        if offset < 0:  # unknown: taken for the end, it would make a reader believe that it has caught up
-            raise LogUnavailable(f"the broker does not know where {topic}/{partition} ends, or not yet")
+        # -1 is what a request that timed out leaves. Taken for the end, it would make a reader believe that it has caught up.
+        if offset < 0:
+            raise _LeaderMoved(f"the broker does not know where {topic}/{partition} ends, or not yet")
     return offsets
 
 

@@ -1,20 +1,20 @@
-"""The log in memory: for tests, simulation and trying things out in one process. It ships and obeys the same contract.
+"""The log in memory, for tests and simulation in one process. It passes the same contract tests as Kafka.
 
 Not covered: durability (nothing survives the process), rebalancing (every reader of a group gets every partition) and
-concurrent transactions of one name beyond fencing.
+concurrent transactions of one transactional id beyond fencing.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from schemas.codec import Codec
-from schemas.errors import Fenced, LogBroken, LogUnavailable
-from schemas.events import Address, Event, Position
-from schemas.ids import now_microseconds
-from schemas.topics import TOPICS, topic_of
-from streams.log.partitioner import partition_of
-from streams.log.protocol import (
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import Fenced, LogBroken, LogUnavailable
+from replayground.schemas.events import Address, Event, Position
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.topics import TOPICS, topic_of
+from replayground.streams.log.partitioner import partition_of
+from replayground.streams.log.protocol import (
     Delivery,
     GroupLag,
     RawMessage,
@@ -39,6 +39,7 @@ class MemoryLog:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
+        # Reentrant: a transaction stores several messages under one lock, and each of them locks.
         self._changed = threading.Condition(threading.RLock())
         self._partitions: dict[tuple[str, int], list[_Stored]] = {}
         self._committed: dict[tuple[str, str, int], int] = {}
@@ -52,6 +53,7 @@ class MemoryLog:
             acknowledged(address)
 
     def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
+        # Kafka puts a message without a key on a random partition; here it is always the same one.
         self._store(topic, key or b"", value)
 
     def _store(self, topic: str, key: bytes, value: bytes | None) -> Address:
@@ -64,7 +66,7 @@ class MemoryLog:
             return Address(topic, partition, len(messages) - 1)
 
     def flush(self, timeout_seconds: float = 30.0) -> None:
-        """Everything is acknowledged as it is appended."""
+        """Does nothing: every append is acknowledged at once."""
 
     def reader(
         self,
@@ -85,6 +87,7 @@ class MemoryLog:
             ends = self.ends(self.partitions_of(topics))
             for place, end in ends.items():
                 first = self._committed.get((group, *place), starts.get(place, 0))
+                # Committed positions are checked too: they may come from another log.
                 if first > end:
                     raise LogBroken(beyond_end(place, first, end, f"group {group}"))
                 self._committed[(group, *place)] = first
@@ -95,6 +98,7 @@ class MemoryLog:
 
     def transactor(self, name: str) -> "MemoryTransactor":
         with self._changed:
+            # As Kafka's producer epoch: an older transactor of the name is fenced when it commits.
             self._epochs[name] = self._epochs.get(name, 0) + 1
             return MemoryTransactor(self, name, self._epochs[name])
 
@@ -104,6 +108,7 @@ class MemoryLog:
                 stored = [self._partitions[address.topic, address.partition][address.offset] for address in addresses]
             except (KeyError, IndexError) as error:
                 raise LookupError("no event at one of the addresses") from error
+        # Outside of the lock: decoding may wait for a blob.
         pairs = zip(stored, addresses, strict=True)
         return [self.codec.decode(message.value or b"", address.topic) for message, address in pairs]
 
@@ -146,10 +151,11 @@ class MemoryLog:
                 self._partitions.setdefault((topic.name, partition), [])
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing: there is no connection."""
 
     def partitions_of(self, topics: Sequence[str]) -> list[tuple[str, int]]:
-        """Raises LogUnavailable for a topic that there is not: a lag of nothing would be no lag."""
+        """Raises LogUnavailable for an unknown topic."""
+        # Leaving it out would show a lag of 0, as if everything were read.
         known = {topic for topic, _ in self._partitions}
         for topic in topics:
             if topic not in known:
@@ -167,9 +173,10 @@ class MemoryLog:
     def fetch(
         self, places: dict[tuple[str, int], int], events_max: int, timeout_seconds: float
     ) -> list[tuple[Address, _Stored]]:
-        """Messages from the given offsets on; waits for the first one."""
+        """Messages from the given offsets on. Blocks until there is one, at most for the timeout."""
         with self._changed:
             self._changed.wait_for(
+                # With events_max 0 it waits out the timeout, as a Kafka reader that is paused.
                 lambda: (
                     events_max > 0 and any(len(self._partitions[place]) > offset for place, offset in places.items())
                 ),
@@ -193,7 +200,8 @@ class MemoryLog:
         reader: "MemoryReader",
         tombstones: Sequence[Tombstone] = (),
     ) -> None:
-        encoded = [(event, self.codec.encode(event)) for event in events]  # what cannot be encoded must not half-commit
+        # Before anything is stored: an event that cannot be encoded must not leave half a transaction.
+        encoded = [(event, self.codec.encode(event)) for event in events]
         with self._changed:
             if self._epochs[name] != epoch:
                 raise Fenced(f"another instance took over {name}")
@@ -202,6 +210,7 @@ class MemoryLog:
                 self._store(topic.name, topic.key(event).encode(), value)
             for tombstone in tombstones:
                 self._store(tombstone.topic, tombstone.key, None)
+            # Under the same lock as the events, so that no reader sees one without the other.
             reader.commit()
 
 
@@ -226,24 +235,28 @@ class MemoryReader:
         }
         _require_before_end(log, self._next)
         self._polled: set[tuple[str, int]] = set()
+        "partitions that have delivered a message"
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
         return self._deliveries(self._log.fetch(self._next, events_max, timeout_seconds))
 
     def _deliveries(self, fetched: list[tuple[Address, _Stored]]) -> list[Delivery]:
-        unknown_ids: set[int] = set()  # all of it was on the log before the first question
-        # before anything is passed: what cannot be judged now is fetched again
+        # For all of this poll: every message was on the log before the registry is asked the first time (Codec.decode).
+        unknown_ids: set[int] = set()
+        # Decoded before the positions move: if it raises LogUnavailable, the next poll fetches the same messages.
         deliveries = [
             decode_delivery(self._log.codec, address, stored.key, stored.value, unknown_ids, self._run_id)
             for address, stored in fetched
-            if stored.value is not None  # a tombstone says that something was removed; it is no event
+            if stored.value is not None  # a tombstone is no event
         ]
+        # Tombstones too: they are not delivered, and must not be fetched again.
         for address, _ in fetched:
             self._next[address.topic, address.partition] = address.offset + 1
             self._polled.add((address.topic, address.partition))
         return deliveries
 
     def commit(self, positions: Sequence[Position] | None = None) -> None:
+        # A reader without a group has nowhere to commit to.
         if self._group is not None:
             self._log.store_commit(self._group, self.positions() if positions is None else positions)
 
@@ -266,7 +279,7 @@ class MemoryReader:
         return all(self._next[place] >= end for place, end in self._log.ends(self._next).items())
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing: there is no connection."""
 
 
 def _require_before_end(log: MemoryLog, places: dict[tuple[str, int], int]) -> None:
@@ -288,4 +301,4 @@ class MemoryTransactor:
         self._log.commit_transaction(self._name, self._epoch, events, reader, tombstones)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing: there is no connection."""

@@ -1,7 +1,7 @@
-"""The log as every program sees it: append, read, commit, transaction. One page of contract, two backends.
+"""The contract of the log: append, read, commit, transactions. Backends: streams.log.kafka and streams.log.memory.
 
-Events go in and events come out; topic, key, partition and bytes are the backend's business (schemas.topics is the map).
-All calls are synchronous and may block; asyncio programs call them in a thread. A reader belongs to one thread.
+Callers pass and get events; the backend chooses topic, key and partition by schemas.topics. All calls are synchronous
+and may block; asyncio programs call them in a thread. A reader belongs to one thread.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,21 +10,22 @@ from typing import Protocol
 
 import msgspec
 
-from schemas.codec import Codec
-from schemas.errors import Undecodable
-from schemas.events import Address, Event, Position
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import Undecodable
+from replayground.schemas.events import Address, Event, Position
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):
-    """One message of the log as it arrived. Exactly one of `event`, `undecodable` and `other_run` is set."""
+    """One message of the log. Exactly one of `event`, `undecodable` and `other_run` is set."""
 
     address: Address
     key: bytes | None
     value: bytes
     event: Event | None
     undecodable: str | None
+    "why it cannot be decoded"
     other_run: str | None = None
-    "the run that it belongs to, for a reader of another one: it was passed over, and nobody knows if it can be decoded"
+    "its run, when the reader is of another run: the message was not decoded, so it may be undecodable too"
 
 
 def decode_delivery(
@@ -35,8 +36,9 @@ def decode_delivery(
     unknown_ids: set[int] | None = None,
     run_id: str | None = None,
 ) -> Delivery:
-    """A message of the log, decoded if it can be, unless it belongs to another run than `run_id`; for unknown_ids see
-    Codec.decode. Raises LogUnavailable."""
+    """Decodes a message, unless it belongs to another run than `run_id`. `unknown_ids`: see Codec.decode. Raises
+    LogUnavailable."""
+    # First, by the run: decoding another run's message costs 20 times as much, and may wait for its blob.
     if run_id is not None:
         run_of_message = codec.run_of(value, unknown_ids)
         if run_of_message is not None and run_of_message != run_id:
@@ -48,52 +50,57 @@ def decode_delivery(
 
 
 def beyond_end(place: tuple[str, int], offset: int, end: int, who: str) -> str:
-    """Why `who` cannot read from `offset` on, for a LogBroken."""
+    """The message of a LogBroken: `who` cannot read from `offset` on."""
     return (
-        f"{who} is to read {place[0]}/{place[1]} from {offset}, and the topic ends at {end}: this is another log than the one "
-        "that the position was taken from, or its end was lost. Check the addresses of the log, or start a new run"
+        f"{who} is to read {place[0]}/{place[1]} from {offset}, and the topic ends at {end}: this is another log than "
+        "the one that the position was taken from, or its end was lost. Check the addresses of the log, or start a new "
+        "run"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class RawMessage:
-    """One message of the log as bytes."""
+    """One message of the log, not decoded."""
 
     address: Address
     key: bytes | None
     value: bytes | None
-    "None = a tombstone: what had this key was removed"
+    "None = a tombstone: the message of this key is removed"
 
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Removes what has this key from a topic that keeps the newest message of a key. No reader delivers it."""
+    """Removes the messages of a key from a compacted topic. Readers do not deliver it."""
 
     topic: str
     key: bytes
 
 
 class Reader(Protocol):
-    """Reads topics from somewhere on. Order holds per partition. Aborted transactions are never seen."""
+    """Reads topics. Messages of a partition arrive in order. Aborted transactions are never delivered."""
 
     def poll(self, events_max: int, timeout_seconds: float) -> list[Delivery]:
-        """What has arrived, at most events_max; [] when nothing did in time. 0 = waits, takes nothing that is not on its way
-        already, and keeps the reader's place in its group: a rebalance waits for every member to poll. Raises LogUnavailable."""
+        """Waits for the first message and returns at most events_max; [] when none arrives in time. Raises
+        LogUnavailable. If the registry or the blob store is away, nothing is delivered, and the same messages come
+        again.
+
+        With events_max 0 it fetches nothing new and may still return a message that was fetched before. A reader that
+        has no room must go on polling like this: a rebalance waits for every member of the group to poll."""
 
     def commit(self, positions: Sequence[Position] | None = None) -> None:
-        """Remembers, for the group, that everything polled so far, or everything before `positions`, has had its effect.
-        Blocks until it is stored. Raises LogUnavailable, after which the same will be delivered again: at once when it is
-        Rebalanced, to whoever has the partition then."""
+        """Commits everything polled so far, or everything before `positions`, for the group. Blocks until it is stored.
+        Call it after the effects of these messages are durable: they are not delivered again. Raises LogUnavailable;
+        then they are delivered again, after a Rebalanced to the new owner of the partition."""
 
     def positions(self) -> list[Position]:
-        """The next offset of every partition polled from so far."""
+        """The next offset of every partition polled from so far. Partitions that were only sought may be missing."""
 
     def seek(self, positions: Iterable[Position]) -> None:
-        """Goes on reading from these positions instead, whatever a group has committed; for a reader that has every partition
-        for itself. Raises LogBroken when a position is beyond the end of its partition."""
+        """Continues from these positions, whatever the group has committed. Only for a reader that has all partitions.
+        Raises LogBroken when a position is beyond the end of its partition."""
 
     def seek_before_end(self, messages: int) -> None:
-        """Goes on reading so many messages before the end of every partition; 0 = only what comes from now on."""
+        """Continues so many messages before the end of every partition; 0 = only what comes from now on."""
 
     def caught_up(self) -> bool:
         """True when everything that was on the log at the time of this call has been polled."""
@@ -102,19 +109,21 @@ class Reader(Protocol):
 
 
 class Transactor(Protocol):
-    """Appends that become visible together with the consumed positions, or not at all (KIP-447)."""
+    """Appends events and commits consumed positions in one transaction (KIP-447)."""
 
     def commit(self, events: Sequence[Event], reader: Reader, tombstones: Sequence[Tombstone] = ()) -> None:
-        """Writes events, tombstones and the reader's positions as one. Raises Fenced when another instance took over, LogBroken
-        when this process cannot go on: both end it. Any other failure is LogUnavailable: the transaction was aborted, or it ended
-        in doubt, whole or not at all: read back what is on the log and go on from there."""
+        """Writes events, tombstones and the reader's positions, all or nothing.
+
+        Raises Fenced when another instance owns the transactional id and LogBroken when the client failed for good:
+        the process must end. Raises LogUnavailable otherwise: the transaction was aborted, or its outcome is unknown.
+        Read the state back from the log before going on."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLag:
-    """How far a group has read a topic, in messages over all partitions."""
+    """How far a group has read a topic, in offsets summed over all partitions."""
 
     committed: int
     end: int
@@ -126,29 +135,30 @@ class GroupLag:
 
 @dataclass(frozen=True, slots=True)
 class UnreadMessages:
-    """What a group has not committed of a topic, with respect to retention."""
+    """What a group has not committed of a topic, as far as retention concerns it."""
 
     oldest_milliseconds: int | None
-    "when the oldest unread message was written, since the epoch; None when all is read"
+    "when the oldest unread message was written, since the epoch; None when there is none"
     expired: int = 0
     "offsets that retention removed before the group read them"
 
 
 class Log(Protocol):
-    """A typed log."""
+    """A log of events."""
 
     @property
     def codec(self) -> Codec:
-        """Turns its events into bytes and back."""
+        """Encodes and decodes the events of this log."""
 
     def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
-        """Queues an event; blocks while the queue is full. `acknowledged` is called from flush or a later append."""
+        """Queues an event; blocks while the queue is full, or to store a blob. It is durable when flush returns.
+        `acknowledged` gets its address, from within flush or a later append. Raises LogUnavailable."""
 
     def append_bytes(self, topic: str, key: bytes | None, value: bytes) -> None:
-        """Queues raw bytes on any topic: for rejected messages that are tried again."""
+        """Queues bytes on any topic: a redriven dead letter, or an event that was encoded before."""
 
     def flush(self, timeout_seconds: float = 30.0) -> None:
-        """Returns when everything appended is acknowledged by the log. Raises LogUnavailable otherwise."""
+        """Blocks until everything appended is acknowledged. Raises LogUnavailable otherwise."""
 
     def reader(
         self,
@@ -159,43 +169,44 @@ class Log(Protocol):
         start: Sequence[Position] = (),
         run_id: str | None = None,
     ) -> Reader:
-        """With a group: partitions are shared among its members and reading goes on where the group committed, see
-        begin_group. Alone, it has every partition of the group for itself: for whoever holds a transactional id, which
-        keeps all others out. Without a group: this reader reads every partition from `start`, or from the beginning where
-        `start` does not name it, and commits nothing. Raises LogBroken when what is to be read first is gone.
+        """With a group, members share the partitions and continue where the group committed (see begin_group). With
+        `alone` too, this reader takes all partitions without joining the group: for the owner of a transactional id,
+        which fences all others (decision 0013). Without a group, it reads every partition from `start`, or from the
+        beginning where `start` does not name it, and commits nothing. Raises LogBroken when the first event to read is
+        gone.
 
-        With a run_id, messages of other runs are delivered undecoded, see Delivery.other_run: as far as their first bytes tell.
-        An event that is delivered may still be of another run."""
+        With a run_id, messages whose first bytes name another run are delivered undecoded (Delivery.other_run). An
+        event that is delivered may still be of another run: check it."""
 
     def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
-        """Gives a group a position on every partition that it has none on: that of `start`, else the beginning. What it has
-        committed stays. Raises LogBroken when a position is beyond the end of its partition, or no longer on the log, so
-        that events would be skipped unread; topics that forget by age or by key are read from their oldest event instead.
-        Safe to call at any time."""
+        """Commits a position for every partition on which the group has none: that of `start`, else the beginning.
+        Existing positions stay. Raises LogBroken when a position is beyond the end of its partition, or no longer on
+        the log, so that events would be skipped. On a topic with retention by age or key, a position that is gone
+        becomes the oldest event. Safe to call at any time."""
 
     def end_positions(self, topics: Sequence[str]) -> list[Position]:
         """The position after the newest event of every partition. Raises LogUnavailable."""
 
     def transactor(self, name: str) -> Transactor:
-        """Takes over the transactional id `name`; an earlier holder is fenced. Uncommitted work of it is aborted."""
+        """Takes over the transactional id `name`: fences its earlier owner and aborts that one's open transaction."""
 
     def read_at(self, addresses: Sequence[Address]) -> list[Event]:
         """The events at these addresses, in this order. Raises LookupError for an address that holds none."""
 
     def count(self, topics: Sequence[str]) -> dict[str, int]:
-        """Committed messages of each topic up to now, counted one by one."""
+        """The number of committed messages of each topic, without tombstones. Reads the whole topics."""
 
     def group_lags(self, group: str, topics: Sequence[str]) -> dict[str, GroupLag]:
         """How far the group has committed each topic."""
 
     def unread(self, group: str, topics: Sequence[str]) -> dict[str, UnreadMessages]:
-        """How old the oldest message of each topic is that the group has not committed. Raises LogUnavailable."""
+        """The age of the oldest message of each topic that the group has not committed. Raises LogUnavailable."""
 
     def messages(self, topics: Sequence[str], start: Sequence[Position] = ()) -> Iterator[RawMessage]:
-        """Everything that is on these topics now, from `start` on where it names a partition, as bytes, tombstones too.
-        Raises LogUnavailable."""
+        """All messages that are on these topics now, undecoded and with tombstones, from `start` on where it names a
+        partition. Raises LogUnavailable."""
 
     def make_topics(self) -> None:
-        """Creates the topics of schemas.topics that do not exist. Raises BadInput when one exists with other settings."""
+        """Creates topics of schemas.topics that do not exist. Raises BadInput when one exists with other settings."""
 
     def close(self) -> None: ...

@@ -1,14 +1,14 @@
-"""The facts about all runs of a field, read from topic `runs`; streams.rules.runs says what follows from them."""
+"""Reads the events of all runs of a field from topic `runs`; streams.rules.runs folds them into states."""
 
-from schemas.events import Event
-from streams.log.protocol import Log
+from replayground.schemas.events import Event
+from replayground.streams.log.protocol import Log
 
 _EVENTS_MAX = 1000
 _POLL_SECONDS = 0.2
 
 
 def run_facts(log: Log) -> list[Event]:
-    """All that is on the topic now. Raises LogUnavailable."""
+    """All events that are on the topic now, in order. Undecodable messages are left out. Raises LogUnavailable."""
     reader = log.reader(["runs"])
     facts: list[Event] = []
     try:

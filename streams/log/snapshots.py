@@ -1,28 +1,31 @@
-"""Snapshots: the state of a program on the log, so that a restart reads what came after it and not the whole run.
+"""Snapshots: the state of a program on the log, so that a restart reads only what came after it.
 
-A snapshot holds a state and the positions it was folded up to. Whoever restores it reads on from there; a program whose
-fold has changed (another code_version) passes it over and folds its run from the start. Write one only after
-every event that the state counts as written is acknowledged: a state ahead of the log would never write it again.
+A snapshot holds a state and the positions up to which it was folded; a restored program reads on from there. A program
+whose fold has changed (another code_version) ignores it and folds its run from the start. Write a snapshot only after
+every event that the state counts as written is acknowledged: a program restored from a state that is ahead of the log
+would never write the missing events.
 """
 
 from collections.abc import Sequence
 
-from schemas.events import Meta, Position, SnapshotTaken
-from schemas.ids import new_id
-from schemas.run import Run
-from streams.log.protocol import Log
+from replayground.schemas.events import Meta, Position, SnapshotTaken
+from replayground.schemas.ids import new_id
+from replayground.schemas.run import Run
+from replayground.streams.log.protocol import Log
 
 _EVENTS_MAX = 1000
 
 
 def newest_snapshot(log: Log, run: Run, code_version: str) -> SnapshotTaken | None:
-    """The newest snapshot of this program of this run, if it was made by the same fold. Raises LogUnavailable."""
+    """The newest snapshot of run.program in this run, if the same fold made it; else None. Raises LogUnavailable."""
+    # Reads to the end: compaction removes older snapshots only after a while.
     reader = log.reader(["snapshots"], start=run.start, run_id=run.run_id)
     newest: SnapshotTaken | None = None
     try:
         while not reader.caught_up():
             for delivery in reader.poll(_EVENTS_MAX, 0.2):
                 event = delivery.event
+                # Snapshots of all programs and runs share one partition.
                 if isinstance(event, SnapshotTaken) and _is_of(event, run):
                     newest = event
     finally:
@@ -31,7 +34,7 @@ def newest_snapshot(log: Log, run: Run, code_version: str) -> SnapshotTaken | No
 
 
 def snapshot(run: Run, code_version: str, positions: Sequence[Position], state: bytes, now: int) -> SnapshotTaken:
-    """The fact that this program of this run has this state. `now` is in microseconds."""
+    """A snapshot of run.program. `now` is in microseconds since the epoch."""
     return SnapshotTaken(
         meta=Meta(
             id=new_id(now),

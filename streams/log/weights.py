@@ -1,8 +1,8 @@
-"""The weight versions of a run on the log: where to look for the newest, and which of the others are still there.
+"""The weight versions of a run on the log: where to find the newest one, and which older ones still exist.
 
-The trainer's snapshots say both, so that nobody reads all versions. A version is removed by a tombstone on its key, which
-readers do not deliver: until the broker compacts the topic the version itself can still be polled. Whoever wants another
-than the newest asks here.
+The trainer's snapshots say both, so programs need not read all versions. A tombstone on its key removes a version.
+Readers do not deliver tombstones, and the version itself can be polled until the broker compacts the topic. So do not
+poll for a version other than the newest: use `versions_on_log` and `weights_on_log`.
 """
 
 from collections.abc import Sequence
@@ -10,34 +10,36 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from schemas.errors import Undecodable
-from schemas.events import Position, SnapshotTaken, WeightsPublished
-from schemas.run import Run
-from schemas.topics import weights_key
-from streams.log.protocol import Log, RawMessage, Tombstone
-from streams.log.snapshots import newest_snapshot, snapshot
-from streams.rules.holds import Hold
+from replayground.schemas.errors import Undecodable
+from replayground.schemas.events import Position, SnapshotTaken, WeightsPublished
+from replayground.schemas.run import Run
+from replayground.schemas.topics import weights_key
+from replayground.streams.log.protocol import Log, RawMessage, Tombstone
+from replayground.streams.log.snapshots import newest_snapshot, snapshot
+from replayground.streams.rules.holds import Hold
 
 _PROGRAM = "trainer"
+# Of WeightsState: a snapshot of another version is ignored.
 _STATE_VERSION = "trainer-2"
 _TOPIC = "weights"
 
 
 class WeightsState(Struct, frozen=True, kw_only=True):
-    """What the trainer keeps of the versions of its run."""
+    """What the trainer remembers of the weight versions of its run."""
 
     version: int
     "the newest"
     versions: tuple[int, ...] | None = None
-    "all that were not removed; None = nobody keeps account, since none is ever removed"
+    "all that were not removed; None when versions are never removed, so that nobody keeps account"
     holds: tuple[Hold, ...] = ()
 
 
 def weights_snapshot(
     log: Log, run: Run, published: WeightsPublished, state: WeightsState, control: Sequence[Position] = ()
 ) -> SnapshotTaken:
-    """To be written in the same transaction as this version, which will stand behind what is the end of the topic now.
-    `control` is up to where the holds were folded."""
+    """The trainer's snapshot. Write it in the same transaction as `published`. `control` are the positions up to which
+    the holds were folded."""
+    # The end of the topic now: the version of this transaction comes after it, so a reader that starts here finds it.
     positions = [*log.end_positions([_TOPIC]), *control]
     return snapshot(
         _trainer_of(run), _STATE_VERSION, positions, msgspec.msgpack.encode(state), published.meta.timestamp
@@ -45,7 +47,7 @@ def weights_snapshot(
 
 
 def weights_state(log: Log, run: Run) -> tuple[Sequence[Position], WeightsState | None]:
-    """The newest state, and from where on to read what came after it. Raises LogUnavailable."""
+    """The newest state, and the positions from which to read what came after it. Raises LogUnavailable."""
     taken = newest_snapshot(log, _trainer_of(run), _STATE_VERSION)
     if taken is None:
         return run.start, None
@@ -53,25 +55,28 @@ def weights_state(log: Log, run: Run) -> tuple[Sequence[Position], WeightsState 
 
 
 def newest_weights_from(log: Log, run: Run) -> tuple[Sequence[Position], int | None]:
-    """From where on the newest version is found, and which one is found at least. Raises LogUnavailable."""
+    """The positions from which the newest version is found, and the lowest that it can be. Raises LogUnavailable."""
     positions, state = weights_state(log, run)
     return positions, None if state is None else state.version
 
 
 def versions_on_log(log: Log, run: Run) -> set[int]:
-    """All versions of the run that were not removed. Reads the topic from the start of the run on. Raises LogUnavailable."""
+    """All versions of the run that were not removed. Reads the topic from the run's start. Raises LogUnavailable."""
+    # By key alone: the events, with their lists of files, need not be decoded.
     prefix = weights_key(run.run_id, "")
     found: set[int] = set()
     for message in log.messages([_TOPIC], run.start):
         key = message.key or b""
         number = key.removeprefix(prefix)
+        # A run_id may contain a colon, so another run's key can begin with the prefix; its rest is then no number.
         if key.startswith(prefix) and number.isdigit():
             found.discard(int(number)) if message.value is None else found.add(int(number))
     return found
 
 
 def weights_on_log(log: Log, run: Run, version: int) -> WeightsPublished | None:
-    """This version of the run; None when it was removed or never was. Raises LogUnavailable."""
+    """This version of the run; None when it was removed or never existed. Raises LogUnavailable."""
+    # To the end of the topic: a tombstone may come after the version.
     key = weights_key(run.run_id, version)
     newest: RawMessage | None = None
     for message in log.messages([_TOPIC], run.start):
@@ -86,9 +91,10 @@ def weights_on_log(log: Log, run: Run, version: int) -> WeightsPublished | None:
 
 
 def removal_of(run: Run, version: int) -> Tombstone:
-    """Takes the version off the log. Its files stay until a sweep finds that nothing names them (decision 0011)."""
+    """The tombstone that removes a version. Its files stay until a sweep finds no reference to them (decision 0011)."""
     return Tombstone(_TOPIC, weights_key(run.run_id, version))
 
 
 def _trainer_of(run: Run) -> Run:
+    """The run as the trainer sees it: other programs look for the trainer's snapshot, not for their own."""
     return msgspec.structs.replace(run, program=_PROGRAM)

@@ -1,11 +1,9 @@
-"""Which family of tasks is practised next, by how often it was solved of late.
+"""The curriculum: chooses the family of the next task by recent pass rates.
 
-A group teaches when some of its members succeed and some fail, so a family is worth p(1 - p) of its pass rate p. The rate
-is not known but estimated: as many successes and failures as were seen, each worth less with every weight version since,
-on top of one of each. A family that nobody has tried, or not for long, is worth 1/6, more than one that always or never
-succeeds: so what was too hard is tried again when the policy has changed.
-
-Sums are exact fractions: the order in which facts are read changes nothing, to the last bit.
+A group gives a learning signal when some members succeed and some fail, so a family is worth p(1 - p), with p its pass
+rate. p is estimated from the successes and failures seen, which lose weight with every new weight version, plus one of
+each as a prior. A family that was never tried, or not for long, is worth 1/6: more than one that always or never
+succeeds. So a family that was too hard is tried again when the policy has changed.
 """
 
 import hashlib
@@ -16,9 +14,9 @@ from fractions import Fraction
 from msgspec import Struct
 
 _PRIOR = 1.0
-"successes, and failures, that every family is given before anything is known of it"
+"successes, and failures, that every family starts with"
 _FORGOTTEN_HALF_LIVES = 12
-"what is older weighs less than 1/4096 and is left out"
+"older observations weigh less than 1/4096 and are left out"
 
 
 class PassRateBand(Struct, frozen=True, kw_only=True):
@@ -31,17 +29,18 @@ class PassRateBand(Struct, frozen=True, kw_only=True):
 
 
 class PassRates:
-    """How often each family was solved, by the weight version that tried. A fold: `observe` in any order."""
+    """Rewards of each family by the weight version that earned them. A fold: `observe` may be called in any order."""
 
     def __init__(self, half_life_versions: float) -> None:
         self._half_life_versions = half_life_versions
+        # Fractions add exactly: every order of observations gives the same sums, to the last bit.
         self._seen: dict[str, dict[int, tuple[Fraction, int]]] = {}
-        "family -> version -> sum of rewards, and of how many members"
+        "family -> version -> sum of rewards, number of members"
         self._oldest = -math.inf
-        "what is older is forgotten, whether it was read before or is read after"
+        "older versions are forgotten, whether they were observed before or are observed later"
 
     def observe(self, family: str, version: int, reward_mean: float, members: int) -> None:
-        """A group of so many judged members. Rewards outside of 0 to 1 count as the nearer end."""
+        """Adds a group with so many valid members. A mean reward below 0 counts as 0, one above 1 as 1."""
         if version < self._oldest:
             return
         reward = Fraction(min(1.0, max(0.0, reward_mean)))
@@ -49,8 +48,9 @@ class PassRates:
         self._seen[family][version] = (rewards + reward * members, count + members)
 
     def successes_and_failures(self, family: str, version: int) -> tuple[float, float]:
-        """Decayed to `version`, with the prior."""
+        """Observations of a family, decayed to `version`, plus the prior."""
         successes = failures = _PRIOR
+        # Sorted: floats are added here, so the order must be fixed.
         for seen_at, (rewards, count) in sorted(self._seen.get(family, {}).items()):
             half_lives = max(0, version - seen_at) / self._half_life_versions
             if half_lives <= _FORGOTTEN_HALF_LIVES:
@@ -60,14 +60,14 @@ class PassRates:
         return successes, failures
 
     def worth(self, family: str, version: int, band: PassRateBand) -> float:
-        """Expected p(1 - p) under a beta distribution; never 0."""
+        """Expected p(1 - p) under a beta distribution, reduced outside of the band."""
         successes, failures = self.successes_and_failures(family, version)
         total = successes + failures
         worth = successes * failures / (total * (total + 1))
         return worth if band.low <= successes / total <= band.high else worth * band.outside
 
     def forget_before(self, version: int) -> None:
-        """Forgets observations that are too old to matter at `version`, and families without any left."""
+        """Forgets observations that are too old to count at `version`, and families that have none left."""
         self._oldest = max(self._oldest, version - _FORGOTTEN_HALF_LIVES * self._half_life_versions)
         for family, seen in list(self._seen.items()):
             for seen_at in [seen_at for seen_at in seen if seen_at < self._oldest]:
@@ -77,25 +77,34 @@ class PassRates:
 
     @property
     def seen(self) -> Mapping[str, Mapping[int, tuple[Fraction, int]]]:
-        """All that is known: family -> version -> sum of rewards, and of how many members."""
+        """All observations: family -> version -> sum of rewards, number of members."""
         return self._seen
 
-    def restore(self, seen: Mapping[str, Mapping[int, tuple[Fraction, int]]]) -> None:
-        """Replaces everything observed so far."""
+    @property
+    def oldest(self) -> float | None:
+        """Versions before this one are forgotten; None = none are yet."""
+        return None if math.isinf(self._oldest) else self._oldest
+
+    def restore(self, seen: Mapping[str, Mapping[int, tuple[Fraction, int]]], oldest: float | None) -> None:
+        """Replaces all observations, for a restart from a snapshot."""
+        self._oldest = -math.inf if oldest is None else oldest
         self._seen = {family: dict(by_version) for family, by_version in seen.items()}
 
 
 def family_of(tags: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """The family that a task's tags put it into; all of its tags when no names are given."""
+    """The family of a task: its tags of these names, or all its tags when no names are given."""
     return "/".join(f"{name}={tags.get(name, '')}" for name in names or tuple(sorted(tags)))
 
 
 def draw_family(worths: Mapping[str, float], seed: int, number: int) -> str:
-    """The family of draw `number`: each in proportion to its worth, the same for the same seed. `worths` is not empty."""
+    """Draws a family with probability proportional to its worth. Same seed and number, same family. `worths` is not
+    empty."""
+    # From a hash instead of a generator: a restarted scheduler draws the same without repeating earlier draws.
     digest = hashlib.sha256(f"curriculum/{seed}/{number}".encode()).digest()
     place = int.from_bytes(digest[:8]) / 2**64 * sum(worths[family] for family in sorted(worths))
     for family in sorted(worths):
         place -= worths[family]
         if place < 0:
             return family
-    return max(worths)  # rounding: the subtractions may leave a tiny remainder
+    # Rounding may leave a tiny remainder: then it is the last family.
+    return max(worths)

@@ -1,22 +1,23 @@
-"""Which weight versions somebody needs to stay: a fold over ControlIssued hold and release of one run. Pure."""
+"""Holds: weight versions that must stay available. A fold over the ControlIssued events of one run. Pure."""
 
 from msgspec import Struct
 
-from schemas.events import ControlIssued, Event
+from replayground.schemas.events import ControlIssued, Event
 
 
 class Hold(Struct, frozen=True):
-    """Somebody needs this version to stay."""
+    """A session's claim that a version stays served."""
 
     version: int
     session_id: str | None
 
 
 def held_after(holds: tuple[Hold, ...], event: Event) -> tuple[Hold, ...]:
-    """The holds after an event, in the order in which they were asked for; other events change nothing."""
+    """The holds after an event, oldest first. Events other than hold and release change nothing."""
     match event:
         case ControlIssued(command="hold", version=int(version)):
             hold = Hold(version, event.meta.session_id)
+            # A repeat must not count twice: one release ends it.
             return holds if hold in holds else (*holds, hold)
         case ControlIssued(command="release", version=int(version)):
             return _released(holds, Hold(version, event.meta.session_id))
@@ -24,7 +25,8 @@ def held_after(holds: tuple[Hold, ...], event: Event) -> tuple[Hold, ...]:
 
 
 def _released(holds: tuple[Hold, ...], released: Hold) -> tuple[Hold, ...]:
-    """Takes away the hold of the same session; a release by somebody else frees the version for all."""
+    """Removes the hold of the same session. A release by anybody else, such as an operator, removes all holds of the
+    version."""
     if released in holds:
         return tuple(hold for hold in holds if hold != released)
     return tuple(hold for hold in holds if hold.version != released.version)

@@ -1,10 +1,10 @@
-"""The state of a run, folded from its facts on topic `runs`. Pure.
+"""The state of a run, folded from its events on topic `runs`. Pure.
 
-A run has one RunStarted and then any number of starts: the first is number 0, each RunResumed adds one. A RunEnded names
-the start that it ends, so the end of an older start, which a newer one has taken over, does not end the run.
+A run has one RunStarted, which is start 0, and a RunResumed for each further start. A RunEnded names the start that it
+ends, so the end of an older start does not end the run.
 
-Two people may resume a run at the same moment and choose the same number. The first on the log has it; the second one does
-not count, and its writer, who reads the log back, chooses the next number (`start_id` says whose start it is).
+Two people may resume a run at the same moment with the same number. The first event on the log counts. The writer of
+the second one reads the log back, sees by `start_id` that the start is not its own, and chooses the next number.
 """
 
 from collections.abc import Iterable
@@ -12,11 +12,21 @@ from collections.abc import Iterable
 import msgspec
 from msgspec import Struct
 
-from schemas.events import Address, EndReason, Event, Position, RunEnded, RunFile, RunKind, RunResumed, RunStarted
+from replayground.schemas.events import (
+    Address,
+    EndReason,
+    Event,
+    Position,
+    RunEnded,
+    RunFile,
+    RunKind,
+    RunResumed,
+    RunStarted,
+)
 
 
 class RunState(Struct, frozen=True, kw_only=True):
-    """What the log says of one run. Times are microseconds since the epoch."""
+    """What the log says about one run. Times are microseconds since the epoch."""
 
     run_id: str
     kind: RunKind
@@ -33,24 +43,24 @@ class RunState(Struct, frozen=True, kw_only=True):
     code_version: str
     packages: dict[str, str]
     starts: int = 0
-    "number of the newest start: 0 for the first, 1 once it was resumed …"
+    "number of the newest start: 0 for the first, 1 after the first resume …"
     start_id: str
-    "id of the event that began it"
+    "id of the event that began the newest start"
     resumed_at: int
-    "when it began; started_at for a run that was never resumed"
+    "when the newest start began; equals started_at for a run that was never resumed"
     ended_at: int | None = None
     reason: EndReason | None = None
-    "why it ended; None while it has not, as far as the log says"
+    "why it ended; None while the log has no end"
     detail: str = ""
 
     @property
     def is_active(self) -> bool:
-        """True when it has not ended on the log. Its programs may be gone all the same: only heartbeats can tell."""
+        """Whether the log has no end of it. Its programs may still be gone: only heartbeats show that."""
         return self.reason is None
 
     @property
     def is_finished(self) -> bool:
-        """True when the job is done, so that there is nothing to resume."""
+        """Whether the job is done, so that there is nothing to resume."""
         return self.reason == "finished"
 
     @property
@@ -61,7 +71,7 @@ class RunState(Struct, frozen=True, kw_only=True):
 
 
 def may_read(state: RunState, address: Address) -> bool:
-    """Whether programs of the run are still to come by this address: not when it has ended, nor before where it started."""
+    """Whether programs of the run will still read this address. False when the run has ended or started after it."""
     place = (address.topic, address.partition)
     first = next((p.offset for p in state.positions if (p.topic, p.partition) == place), 0)
     return state.is_active and address.offset >= first
@@ -69,6 +79,7 @@ def may_read(state: RunState, address: Address) -> bool:
 
 def apply(state: RunState | None, event: Event) -> RunState | None:
     """The state after an event of the same run. Repeats and events of older starts change nothing."""
+    # The first of two starts with one number counts: `>` ignores the second.
     match event:
         case RunStarted() if state is None:
             return _apply_started(event)
@@ -126,7 +137,7 @@ def _apply_resumed(state: RunState, event: RunResumed) -> RunState:
 
 
 def _job_of(config: str) -> dict[str, object]:
-    """Section [job] of a config; empty when it is not what this release writes."""
+    """Section [job] of a config; empty when it cannot be read. Another release may have written it."""
     try:
         job = msgspec.json.decode(config.encode(), type=dict[str, object]).get("job")
     except msgspec.MsgspecError:

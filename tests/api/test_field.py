@@ -13,9 +13,9 @@ import pytest
 
 import replayground.field
 import replayground.scoring
-from consumers.clickhouse.migrations import TABLES
-from deploy.local.folder import field_folder, is_locked
 from replayground import BadInput, Field, Task
+from replayground.consumers.clickhouse.migrations import TABLES
+from replayground.deploy.local.folder import field_folder, is_locked
 from replayground.events import TaskSubmitted
 from tests.deploy.test_cli import called
 

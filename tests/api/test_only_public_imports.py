@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.sources import OWN_PACKAGES
+from replayground.deploy.sources import OWN_PACKAGES
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path for path in (PROJECT / "examples").rglob("*") if path.suffix in (".py", ".toml"))
 TEMPLATES = sorted((PROJECT / "deploy" / "templates").rglob("*.py"))
 PAGES = [PROJECT / "README.md", *sorted((PROJECT / "docs").rglob("*.md"))]
-PRIVATE = {*OWN_PACKAGES, "tests", "bench"} - {"replayground"}
+PRIVATE = {*OWN_PACKAGES, "tests", "bench"}
 _BLOCK = re.compile(r"^```(?:python|pycon|py)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _IMPORT = re.compile(r"^\s*(?:>>> |\.\.\. )?\s*(?:from|import)\s+([\w.]+)", re.MULTILINE)
 
@@ -38,12 +38,12 @@ def test_code_in_docs_imports_the_public_api_alone(page: Path) -> None:
 
 
 def test_a_private_module_would_be_found() -> None:
-    assert not _is_public("schemas.events")
+    assert not _is_public("replayground.schemas.events")
     assert not _is_public("replayground.field")
     assert _is_public("replayground.events")
-    assert _IMPORT.findall(_BLOCK.findall("```pycon\n>>> from deploy.traces_client import Page\n```")[0]) == [
-        "deploy.traces_client"
-    ]
+    assert _IMPORT.findall(
+        _BLOCK.findall("```pycon\n>>> from replayground.deploy.traces_client import Page\n```")[0]
+    ) == ["replayground.deploy.traces_client"]
 
 
 def _imported(text: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 
 import replayground
 import replayground.events
-from schemas.events import EVENTS
+from replayground.schemas.events import EVENTS
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -47,7 +47,7 @@ SIGNATURES = {
     "Table": "(columns, rows)",
     "Task": "(*, prompt, reference, agent, toolset, world, scorers, group_size, split, tags=<factory>, world_hash='')",
     "Team": "(*, name, leader, workers)",
-    "Tool": "(*, name, description, parameters, source, needs=frozenset, call_timeout_seconds=None, apart=False)",
+    "Tool": "(*, name, description, parameters, source, needs=frozenset, call_timeout_seconds=None, apart=False, sets_up=False)",
     "ToolError": None,
     "TrajectoryAssembled": "(*, meta, task, index, seed, tokens, loss_mask, logprobs, segments, transcript, answer, ended_by, "
     "reason, turns, tokens_sampled, policy_version_oldest, template_hash, tools_hash, world_hash, cost, contexts=<factory>)",

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.install import UV
-from deploy.sources import OWN_PACKAGES
+from replayground.deploy.install import UV
 
 PROJECT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = {"replayground", *OWN_PACKAGES}
 LOADED = """
 import importlib.util, sys
 import replayground
@@ -55,10 +53,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment / "bin"
 
 
-def test_it_has_no_top_level_names_but_ours(wheel: Path) -> None:
+def test_it_installs_one_name(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = opened.namelist()
-    assert {name.split("/")[0] for name in names} == TOP_LEVEL | {f"{'-'.join(wheel.stem.split('-')[:2])}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "replayground",
+        f"{'-'.join(wheel.stem.split('-')[:2])}.dist-info",
+    }
     for file in (
         "py.typed",
         "config/stockroom.toml",
@@ -73,22 +74,23 @@ def test_it_has_no_top_level_names_but_ours(wheel: Path) -> None:
 def test_the_command_helps_and_refuses(installed: Path, tmp_path: Path) -> None:
     helped = _run([str(installed / "replayground"), "--help"], tmp_path)
     assert "A practice field for LLM agents" in helped
-    refused = subprocess.run(
-        [installed / "replayground", "sql", "SELECT 1"],
-        cwd=tmp_path,
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    refused = _finished([str(installed / "replayground"), "sql", "SELECT 1"], tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.startswith("there is no field in field yet")
 
 
+def test_doctor_tells_what_the_wheel_does_not_bring(installed: Path, tmp_path: Path) -> None:
+    told = _finished([str(installed / "replayground"), "doctor"], tmp_path)
+    lines = {line[2:].partition(":")[0]: line for line in told.stdout.splitlines() if line[:2] in ("✓ ", "✗ ")}
+    assert lines["packages"].startswith("✓ packages: all")
+    assert lines["Kafka"].startswith("✗ Kafka: the jars for kafka are not installed; clone the project")
+    assert told.returncode == 1, "something that a local field needs is missing"
+    assert told.stderr == ""
+
+
 def test_a_job_is_loaded_without_this_checkout(installed: Path, tmp_path: Path) -> None:
     shutil.copy(PROJECT / "examples/times_tables/job.py", tmp_path)
-    code = LOADED.replace("STOCKROOM", "producers.stockroom")
+    code = LOADED.replace("STOCKROOM", "replayground.producers.stockroom")
     example, stockroom, missing, place, path = _run([str(installed / "python"), "-c", code], tmp_path).splitlines()
     assert example.startswith("What is ")
     assert example.endswith("['multiply'] ['digits']")
@@ -105,11 +107,15 @@ def test_a_tool_runs_in_a_sandbox_without_this_checkout(installed: Path, tmp_pat
 
 
 def _run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(
-        command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+    done = _finished(command, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def _finished(command: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def _environment() -> dict[str, str]:

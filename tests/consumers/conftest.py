@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from consumers import vllm_server
-from consumers.clickhouse.store import Store
-from consumers.config import VllmSettings
-from consumers.vllm_admin import VllmAdmin
-from consumers.weights_files import WeightsFolder
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.metrics import ProgramMetrics
-from schemas.registry import MemoryRegistry
-from streams.log.memory import MemoryLog
+from replayground.consumers import vllm_server
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.config import VllmSettings
+from replayground.consumers.vllm_admin import VllmAdmin
+from replayground.consumers.weights_files import WeightsFolder
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.log.memory import MemoryLog
 
 
 def free_port() -> int:

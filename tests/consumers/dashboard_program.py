@@ -7,16 +7,16 @@ A process of its own, as in life: NiceGUI has one application per process and lo
 import sys
 import threading
 
-from consumers.clickhouse.store import Store
-from consumers.config import TracesSettings
-from consumers.dashboard.web import LogSource, WebServer
-from consumers.events_to_clickhouse import TraceWriter
-from consumers.lag_watch import LagWatch
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.metrics import ProgramMetrics
-from schemas.registry import MemoryRegistry
-from streams.log.memory import MemoryLog
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.config import TracesSettings
+from replayground.consumers.dashboard.web import LogSource, WebServer
+from replayground.consumers.events_to_clickhouse import TraceWriter
+from replayground.consumers.lag_watch import LagWatch
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
 
 OLDER = run_of(steps=5, demonstrations=4, run_id="run-0")

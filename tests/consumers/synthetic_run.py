@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from schemas.events import (
+from replayground.schemas.events import (
     Address,
     AttemptEnded,
     BatchCut,
@@ -47,12 +47,12 @@ from schemas.events import (
     WeightsPublished,
     WorkerSeen,
 )
-from schemas.ids import derived_id
-from schemas.packed import pack_logprobs, pack_tokens
-from schemas.run import FIELD, JobSettings, LogSettings, Run
-from schemas.topics import TOPICS
-from streams.log.protocol import Log
-from streams.rules.runs import RunState, fold
+from replayground.schemas.ids import derived_id
+from replayground.schemas.packed import pack_logprobs, pack_tokens
+from replayground.schemas.run import FIELD, JobSettings, LogSettings, Run
+from replayground.schemas.topics import TOPICS
+from replayground.streams.log.protocol import Log
+from replayground.streams.rules.runs import RunState, fold
 
 BEGAN = 1_790_000_000_000_000
 SERVER = "http://127.0.0.1:8100"

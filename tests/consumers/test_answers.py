@@ -1,9 +1,9 @@
 """Answers that are kept: for their own parameters, and no longer than they are true."""
 
-from consumers.clickhouse.query_cache import CachedQuery, QueryCache
-from consumers.clickhouse.store import Store
-from schemas.events import Event
-from streams.log.memory import MemoryLog
+from replayground.consumers.clickhouse.query_cache import CachedQuery, QueryCache
+from replayground.consumers.clickhouse.store import Store
+from replayground.schemas.events import Event
+from replayground.streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import SyntheticRun
 from tests.consumers.test_summary import RUN
 from tests.consumers.test_traces import write_all

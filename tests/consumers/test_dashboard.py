@@ -11,15 +11,15 @@ import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
-from consumers.clickhouse.store import Store
-from consumers.config import TracesSettings
-from consumers.dashboard.web import LogSource, WebServer
-from consumers.events_to_clickhouse import TraceWriter
-from consumers.lag_watch import LagWatch
-from schemas.errors import BadInput
-from schemas.metrics import ProgramMetrics
-from schemas.topics import TOPICS
-from streams.log.memory import MemoryLog
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.config import TracesSettings
+from replayground.consumers.dashboard.web import LogSource, WebServer
+from replayground.consumers.events_to_clickhouse import TraceWriter
+from replayground.consumers.lag_watch import LagWatch
+from replayground.schemas.errors import BadInput
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.topics import TOPICS
+from replayground.streams.log.memory import MemoryLog
 from tests.consumers.conftest import free_port
 from tests.consumers.synthetic_run import FIELD_RUN
 
@@ -155,7 +155,7 @@ def test_the_runs_are_listed_newest_first(address: str) -> None:
     newest, older = httpx.get(f"{address}/api/runs").json()
     assert (newest["run_id"], newest["state"], newest["steps"], newest["steps_target"]) == ("run-1", "finished", 12, 12)
     assert (older["run_id"], older["state"], older["steps"], older["version"]) == ("run-0", "stopped", 5, 6)
-    assert (older["job"], older["kind"], older["seed"]) == ("producers.stockroom", "practise", 3)
+    assert (older["job"], older["kind"], older["seed"]) == ("replayground.producers.stockroom", "practise", 3)
     assert older["started_by"] == "bob@there"
     assert 0 <= older["pass_at_1"] <= 1
     assert older["started_at"] < older["ended_at"]

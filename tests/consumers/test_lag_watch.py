@@ -1,10 +1,11 @@
 """Lags and the flow are those of the declared programs."""
 
-from consumers.dashboard.flow import FLOW
-from consumers.lag_watch import expiries_of, groups_of, lags_of
-from schemas.programs import ACCESS
-from schemas.topics import TOPICS
-from streams.log.memory import MemoryLog
+from replayground.consumers.dashboard.flow import FLOW
+from replayground.consumers.lag_watch import expiries_of, groups_of, lags_of
+from replayground.schemas.programs import ACCESS
+from replayground.schemas.run import FIELD
+from replayground.schemas.topics import TOPICS
+from replayground.streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
 
@@ -12,6 +13,10 @@ def test_every_declared_group_is_watched_once() -> None:
     groups = groups_of("r")
     assert [group.program for group in groups] == [access.program for access in ACCESS if access.consumes]
     assert {group.name for group in groups} == {"rollouts-r", "streams-r", "cut-r", "trainer-r", "traces"}
+
+
+def test_the_field_has_only_groups_of_its_own() -> None:
+    assert {group.name for group in groups_of(FIELD)} == {"traces"}
 
 
 def test_lags_are_of_the_chosen_run_and_of_the_field(memory_log: MemoryLog) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from consumers.clickhouse.store import Store
-from consumers.reconcile import PartitionComparison, reconcile
-from streams.log.memory import MemoryLog
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.reconcile import PartitionComparison, reconcile
+from replayground.streams.log.memory import MemoryLog
 from tests.consumers.test_traces import events, write_all
 
 

@@ -9,18 +9,18 @@ import httpx
 import msgspec
 import pytest
 
-from consumers import weights_to_vllm
-from consumers.config import ReloaderSettings
-from consumers.vllm_admin import VllmAdmin
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import ControlIssued, Meta, Probe, WeightsLoaded
-from schemas.ids import new_id, now_microseconds
-from schemas.metrics import ProgramMetrics
-from schemas.packed import pack_logprobs, unpack_logprobs
-from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, LogSettings, Run
-from streams.log.memory import MemoryLog
+from replayground.consumers import weights_to_vllm
+from replayground.consumers.config import ReloaderSettings
+from replayground.consumers.vllm_admin import VllmAdmin
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import ControlIssued, Meta, Probe, WeightsLoaded
+from replayground.schemas.ids import new_id, now_microseconds
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.packed import pack_logprobs, unpack_logprobs
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import JobSettings, LogSettings, Run
+from replayground.streams.log.memory import MemoryLog
 from tests.consumers.tiny_llama import published
 
 

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from consumers.clickhouse.rows import UNDECODABLE, encode_rows, event_row, undecodable_row
-from schemas.events import EVENTS, Address, AgentMessaged, Event, Meta, SnapshotTaken
+from replayground.consumers.clickhouse.rows import UNDECODABLE, encode_rows, event_row, undecodable_row
+from replayground.schemas.events import EVENTS, Address, AgentMessaged, Event, Meta, SnapshotTaken
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
 _CLASSES = {kind.__name__: kind for kind in EVENTS}

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from consumers.clickhouse.query_cache import QueryCache
-from consumers.clickhouse.store import Store
-from consumers.reconcile import Scope, reconcile
-from consumers.reports.overview import _thinned, overview
-from consumers.reports.runs import Runs, UnknownRun, job_of
-from consumers.reports.summary import count_rows, summary
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import BadInput
-from schemas.events import Event, Meta, WorkerSeen
-from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, Run
-from streams.log.memory import MemoryLog
-from streams.rules.runs import RunState
+from replayground.consumers.clickhouse.query_cache import QueryCache
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.reconcile import Scope, reconcile
+from replayground.consumers.reports.overview import _thinned, overview
+from replayground.consumers.reports.runs import Runs, UnknownRun, job_of
+from replayground.consumers.reports.summary import count_rows, summary
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Event, Meta, WorkerSeen
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import JobSettings, Run
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.rules.runs import RunState
 from tests.consumers.synthetic_run import BEGAN, SyntheticRun, run_of
 from tests.consumers.test_traces import write_all
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from consumers.clickhouse.migrations import TABLES
-from consumers.clickhouse.sql_guard import check_sql
-from consumers.clickhouse.store import Store
-from schemas.errors import BadInput
+from replayground.consumers.clickhouse.migrations import TABLES
+from replayground.consumers.clickhouse.sql_guard import check_sql
+from replayground.consumers.clickhouse.store import Store
+from replayground.schemas.errors import BadInput
 
 USEFUL = (
     "SELECT type, count() AS n FROM events GROUP BY type ORDER BY n DESC LIMIT 5",

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from consumers.clickhouse.migrations import TABLES
-from consumers.clickhouse.queries import SESSIONS_OF_RUNS
-from consumers.clickhouse.rows import event_row
-from consumers.clickhouse.sql_guard import check_sql
-from consumers.clickhouse.store import Store
-from schemas.events import Address, Event
+from replayground.consumers.clickhouse.migrations import TABLES
+from replayground.consumers.clickhouse.queries import SESSIONS_OF_RUNS
+from replayground.consumers.clickhouse.rows import event_row
+from replayground.consumers.clickhouse.sql_guard import check_sql
+from replayground.consumers.clickhouse.store import Store
+from replayground.schemas.events import Address, Event
 from tests.consumers.synthetic_run import BEGAN, SyntheticRun, run_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/sql.md").read_text()

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from consumers.clickhouse.query_cache import QueryCache
-from consumers.clickhouse.store import Store
-from consumers.reports.overview import overview
-from consumers.reports.report import report, utterance_html
-from consumers.reports.summary import Summary, summary
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import Event, RewardAssigned, TrajectoryAssembled, TurnGenerated
-from schemas.registry import MemoryRegistry
-from streams.log.memory import MemoryLog
+from replayground.consumers.clickhouse.query_cache import QueryCache
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.reports.overview import overview
+from replayground.consumers.reports.report import report, utterance_html
+from replayground.consumers.reports.summary import Summary, summary
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Event, RewardAssigned, TrajectoryAssembled, TurnGenerated
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import BEGAN, HOSTILE, SERVER, SyntheticRun, run_of
 from tests.consumers.test_traces import write_all
 
@@ -23,7 +23,8 @@ RUN = run_of(steps=12, demonstrations=10)
 STATE = SyntheticRun(RUN, evaluation_tasks=20).state()
 NAMES = (
     "run_id seed seconds_total seconds_to_first_rollout steps heldout_pass_at_1_start heldout_pass_at_1_end "
-    "heldout_greedy_end events_by_type trajectories trajectories_infra_error groups_completed groups_dropped_by_reason "
+    "heldout_greedy_end events_by_type trajectories trajectories_infra_error infra_error_share_by_version "
+    "groups_completed groups_dropped_by_reason "
     "batches weight_versions_published weight_versions_loaded_by_server staleness_max dead_letters tokens_sampled "
     "tokens_per_second logprob_gap_mean sampling_busy_share trainer_busy_share trace_rows log_events "
     "peak_memory_bytes_by_program"
@@ -76,6 +77,9 @@ def test_figures_are_those_of_the_log(written: Written) -> None:
     assert figures.heldout_greedy_end == pytest.approx(pass_at_1(events, "eval-v0013-greedy"))
     assert figures.trajectories == len(trajectories)
     assert figures.trajectories_infra_error == sum(t.ended_by == "infra_error" for t in trajectories) > 0
+    shares = figures.infra_error_share_by_version
+    assert shares == pytest.approx(infra_error_shares(trajectories))
+    assert any(shares.values())
     assert (figures.steps, figures.batches, figures.groups_completed) == (12, 12, 24)
     assert figures.groups_dropped_by_reason["stale"] == 1
     assert figures.weight_versions_published == 14
@@ -144,3 +148,13 @@ def test_hostile_text_is_shown_as_text() -> None:
     for mark in ("<script", "<img", 'title="<', "owned'</script>"):
         assert mark not in shown
     assert shown.count("&lt;script&gt;") == 4
+
+
+def infra_error_shares(trajectories: list[TrajectoryAssembled]) -> dict[str, float]:
+    by_version: dict[str, list[bool]] = {}
+    for trajectory in trajectories:
+        if trajectory.policy_version_oldest is not None:
+            by_version.setdefault(str(trajectory.policy_version_oldest), []).append(
+                trajectory.ended_by == "infra_error"
+            )
+    return {version: sum(ends) / len(ends) for version, ends in by_version.items()}

@@ -3,15 +3,24 @@
 import msgspec
 import structlog
 
-from consumers.weights_files import digest_of
-from consumers.weights_to_vllm import VERSIONS_KEPT, TargetReader, Targets, advance
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import Command, ControlIssued, Event, Meta, Probe, WeightsFile, WeightsLoaded, WeightsPublished
-from schemas.registry import MemoryRegistry
-from streams.log.memory import MemoryLog
-from streams.log.weights import removal_of, versions_on_log, weights_on_log
-from streams.rules.holds import Hold
+from replayground.consumers.weights_files import digest_of
+from replayground.consumers.weights_to_vllm import VERSIONS_KEPT, TargetReader, Targets, advance
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import (
+    Command,
+    ControlIssued,
+    Event,
+    Meta,
+    Probe,
+    WeightsFile,
+    WeightsLoaded,
+    WeightsPublished,
+)
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.weights import removal_of, versions_on_log, weights_on_log
+from replayground.streams.rules.holds import Hold
 from tests.consumers.synthetic_run import run_of
 
 RUN = run_of(steps=1, demonstrations=1)

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from consumers.clickhouse.migrations import TABLE
-from consumers.clickhouse.queries import COUNTS_BY_RUN, LAST_EVENTS, RUN_FACTS, STANDING
-from consumers.clickhouse.rows import Row, event_row
-from consumers.clickhouse.store import Store, StoreFailed
-from consumers.config import TracesSettings
-from consumers.events_to_clickhouse import TraceWriter
-from consumers.reports.summary import count_rows
-from deploy.operate.dead_letters import dead_letters
-from schemas.errors import BadInput
-from schemas.events import Address, Event, EventRejected, Meta, Position, RunEnded, RunResumed, RunStarted
-from schemas.ids import new_id
-from schemas.metrics import ProgramMetrics
-from schemas.topics import TOPICS
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.log.memory import MemoryLog
+from replayground.consumers.clickhouse.migrations import TABLE
+from replayground.consumers.clickhouse.queries import COUNTS_BY_RUN, LAST_EVENTS, RUN_FACTS, STANDING
+from replayground.consumers.clickhouse.rows import Row, event_row
+from replayground.consumers.clickhouse.store import Store, StoreFailed
+from replayground.consumers.config import TracesSettings
+from replayground.consumers.events_to_clickhouse import TraceWriter
+from replayground.consumers.reports.summary import count_rows
+from replayground.deploy.operate.dead_letters import dead_letters
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Address, Event, EventRejected, Meta, Position, RunEnded, RunResumed, RunStarted
+from replayground.schemas.ids import new_id
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.topics import TOPICS
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.log.memory import MemoryLog
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
 from tests.flow.synthetic import observations, rollout
 
@@ -295,9 +295,9 @@ def test_projections_stay_true_when_rows_are_removed(store: Store) -> None:
 
 _CRASHING = """
 import os, signal, sys
-from consumers.clickhouse.rows import Row, event_row
-from consumers.clickhouse.store import Store
-from schemas.events import Address
+from replayground.consumers.clickhouse.rows import Row, event_row
+from replayground.consumers.clickhouse.store import Store
+from replayground.schemas.events import Address
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.flow.synthetic import observations
 store = Store(f"chdb://{sys.argv[1]}", "crash", threads=1)

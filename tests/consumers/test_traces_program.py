@@ -10,20 +10,20 @@ from typing import Any
 import httpx
 import msgspec
 
-from consumers.config import TracesSettings
-from schemas.run import FIELD, LogSettings, Run
-from schemas.topics import TOPICS
-from streams.log.connect import open_log
+from replayground.consumers.config import TracesSettings
+from replayground.schemas.run import FIELD, LogSettings, Run
+from replayground.schemas.topics import TOPICS
+from replayground.streams.log.connect import open_log
 from tests.consumers.conftest import free_port
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
 _PROGRAM = """
 import signal, sys, threading
 import msgspec
-from consumers.config import TracesSettings
-from consumers.events_to_clickhouse import run
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
+from replayground.consumers.config import TracesSettings
+from replayground.consumers.events_to_clickhouse import run
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
 run(msgspec.json.decode(sys.argv[1], type=Run), msgspec.json.decode(sys.argv[2], type=TracesSettings), ProgramMetrics(), stop)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from consumers.weights_files import WeightsFolder
-from schemas.blobs import Blobs
-from schemas.errors import BlobDamaged
-from schemas.events import Meta, Probe, WeightsFile, WeightsPublished
+from replayground.consumers.weights_files import WeightsFolder
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.errors import BlobDamaged
+from replayground.schemas.events import Meta, Probe, WeightsFile, WeightsPublished
 
 _LARGE_BYTES = 256 * 1024 * 1024
 
@@ -74,10 +74,10 @@ def test_what_a_killed_process_left_is_removed(blobs: Blobs, tmp_path: Path) -> 
 _MEMORY_CODE = """
 import resource, sys
 from pathlib import Path
-from consumers.weights_files import WeightsFolder
-from schemas.blobs import Blobs
+from replayground.consumers.weights_files import WeightsFolder
+from replayground.schemas.blobs import Blobs
 from tests.consumers.test_weights_files import published
-from schemas.events import WeightsFile
+from replayground.schemas.events import WeightsFile
 from msgspec.structs import replace
 def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from schemas.blobs import Blobs
-from schemas.events import Meta, Probe, WeightsFile, WeightsPublished
-from schemas.ids import new_id, now_microseconds
-from schemas.packed import pack_logprobs, pack_tokens
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.events import Meta, Probe, WeightsFile, WeightsPublished
+from replayground.schemas.ids import new_id, now_microseconds
+from replayground.schemas.packed import pack_logprobs, pack_tokens
 
 VOCABULARY = 128
 

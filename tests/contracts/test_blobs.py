@@ -16,10 +16,10 @@ from pathlib import Path
 import obstore
 import pytest
 
-from schemas.blobs import CHUNK_BYTES, Blobs, StoredBlob
-from schemas.codec import Codec
-from schemas.errors import BadInput, BlobDamaged, BlobsUnavailable, LogUnavailable, Undecodable
-from schemas.registry import MemoryRegistry
+from replayground.schemas.blobs import CHUNK_BYTES, Blobs, StoredBlob
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import BadInput, BlobDamaged, BlobsUnavailable, LogUnavailable, Undecodable
+from replayground.schemas.registry import MemoryRegistry
 from tests.schemas.test_schemas import large_observation
 
 _PATIENCE_SECONDS = 60.0
@@ -217,7 +217,7 @@ def test_a_file_that_changes_while_it_is_stored_is_not_stored_under_the_old_name
 _MEMORY_CODE = """
 import resource, sys
 from pathlib import Path
-from schemas.blobs import Blobs
+from replayground.schemas.blobs import Blobs
 blobs, folder = Blobs(sys.argv[1]), Path(sys.argv[2])
 def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -353,7 +353,8 @@ def test_readers_never_see_half_a_blob(blobs: Blobs) -> None:
 def test_a_blob_is_flushed_with_its_names_before_put_returns(tmp_path: Path) -> None:
     """Seen from outside, by the system calls that were made: of the file, its folder and the store's folder."""
     code = (
-        "import sys; from schemas.blobs import Blobs; Blobs(sys.argv[1]).put(b'weights'); print('returned', flush=True)"
+        "import sys; from replayground.schemas.blobs import Blobs\n"
+        "Blobs(sys.argv[1]).put(b'weights'); print('returned', flush=True)"
     )
     trace = tmp_path / "trace"
     watched = ["strace", "-f", "-y", "-e", "trace=fsync,fdatasync,rename,renameat2,write", "-o", str(trace)]

@@ -19,13 +19,13 @@ from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.avro import AvroDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
-from schemas.errors import BadInput
-from schemas.events import Address, Event
-from schemas.run import Run
-from schemas.topics import TOPICS
-from streams.log.connect import open_log
-from streams.log.protocol import Delivery
-from streams.rules.dead_letter import rejection
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Address, Event
+from replayground.schemas.run import Run
+from replayground.schemas.topics import TOPICS
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Delivery
+from replayground.streams.rules.dead_letter import rejection
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
 

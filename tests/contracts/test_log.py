@@ -13,20 +13,20 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from schemas.blobs import Blobs
-from schemas.codec import EVENT_BYTES_MAX, Codec
-from schemas.errors import Fenced, LogBroken, LogUnavailable
-from schemas.events import Address, Event, Meta, Position, Probe, ToolObserved, WeightsPublished
-from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, LogSettings, Run
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.hops.groups_to_batches import CutGroups
-from streams.log.connect import open_log
-from streams.log.kafka import KafkaLog
-from streams.log.memory import MemoryLog
-from streams.log.protocol import Delivery, Log, Reader, Tombstone, UnreadMessages
-from streams.log.weights import removal_of, versions_on_log, weights_on_log
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import EVENT_BYTES_MAX, Codec
+from replayground.schemas.errors import Fenced, LogBroken, LogUnavailable
+from replayground.schemas.events import Address, Event, Meta, Position, Probe, ToolObserved, WeightsPublished
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import JobSettings, LogSettings, Run
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.hops.groups_to_batches import CutGroups
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.protocol import Delivery, Log, Reader, Tombstone, UnreadMessages
+from replayground.streams.log.weights import removal_of, versions_on_log, weights_on_log
 from tests.flow.synthetic import groups, rollout
 
 OpenLog = Callable[[], Log]

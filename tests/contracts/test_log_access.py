@@ -7,20 +7,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import KafkaError, Message, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import BadInput, LogBroken
-from schemas.events import Address, Event, Position
-from schemas.programs import UndeclaredAccess
-from schemas.registry import MemoryRegistry
-from schemas.run import Run
-from schemas.topics import TOPICS
-from streams.log.access import RECORD_FOLDER
-from streams.log.connect import open_log, registry_of
-from streams.log.kafka import KafkaLog, prefixes_of
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import BadInput, LogBroken
+from replayground.schemas.events import Address, Event, Position
+from replayground.schemas.programs import UndeclaredAccess
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import Run
+from replayground.schemas.topics import TOPICS
+from replayground.streams.log.access import RECORD_FOLDER
+from replayground.streams.log.connect import open_log, registry_of
+from replayground.streams.log.kafka import KafkaLog, prefixes_of
 from tests.flow.synthetic import rollout
 from tests.torture.oracle import events_of
 from tests.torture.programs import cut_program, streams_program
@@ -257,3 +257,31 @@ def test_a_topic_that_forgets_by_age_is_read_from_its_oldest_event(kafka_run: Ru
         reader.close()
     with pytest.raises(LogBroken, match="removed unread"):
         log.reader(["control", "steps"], start=start)
+
+
+def test_an_error_behind_messages_is_raised_by_the_next_poll(
+    kafka_run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raised by the same poll, it would drop messages that the positions have passed already."""
+    run = as_program(kafka_run, "operator")
+    log = opened(run)
+    start = log.end_positions(["messages"])
+    for event in rollout(0, 0, run_id=run.run_id):
+        log.append(event)
+    log.flush()
+    gone = Message(topic="messages", partition=0, offset=5, error=KafkaError(KafkaError._AUTO_OFFSET_RESET))
+    reader = log.reader(["messages"], start=start)
+    take_fetched = reader._take_fetched
+    monkeypatch.setattr(reader, "_take_fetched", lambda count: [*take_fetched(count), gone])
+    found: list[Event | None] = []
+    while not found:
+        found += [delivery.event for delivery in reader.poll(1000, 1.0)]
+    with pytest.raises(LogBroken, match="cannot be read on"):
+        reader.poll(1000, 1.0)
+    monkeypatch.undo()
+    while not reader.caught_up():
+        found += [delivery.event for delivery in reader.poll(1000, 1.0)]
+    assert [event for event in found if event is not None and event.meta.run_id == run.run_id] == list(
+        rollout(0, 0, run_id=run.run_id)
+    )
+    reader.close()

@@ -14,21 +14,21 @@ import fastavro
 import msgspec
 import pytest
 
-from deploy.local import registry as local_registry
-from deploy.local.ports import choose_ports
-from deploy.local.registry import SchemaRegistry
-from schemas.codec import EVENT_BYTES_MAX
-from schemas.errors import LogUnavailable
-from schemas.events import Event, EventRejected, RolloutStarted, ToolObserved
-from schemas.generate import schema_of
-from schemas.registry import ConfluentRegistry
-from schemas.run import Run
-from schemas.topics import TOPICS
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.log.connect import open_log
-from streams.log.kafka import KafkaLog
-from streams.log.protocol import Reader
+from replayground.deploy.local import registry as local_registry
+from replayground.deploy.local.ports import choose_ports
+from replayground.deploy.local.registry import SchemaRegistry
+from replayground.schemas.codec import EVENT_BYTES_MAX
+from replayground.schemas.errors import LogUnavailable
+from replayground.schemas.events import Event, EventRejected, RolloutStarted, ToolObserved
+from replayground.schemas.generate import schema_of
+from replayground.schemas.registry import ConfluentRegistry
+from replayground.schemas.run import Run
+from replayground.schemas.topics import TOPICS
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.log.protocol import Reader
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.flow.synthetic import rollout
 

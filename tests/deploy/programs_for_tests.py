@@ -3,13 +3,16 @@
 import threading
 from typing import Any
 
-from schemas.errors import BadInput, TakenOver
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
+from replayground.schemas.errors import BadInput, TakenOver
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
 
 
 def run(run: Run, settings: Any, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     if run.worker == "crashes":
+        raise ValueError("something unexpected")
+    if run.worker == "leaves-a-thread":
+        threading.Thread(target=threading.Event().wait, name="of a library").start()
         raise ValueError("something unexpected")
     if run.worker == "refuses":
         raise BadInput("tasks.jsonl line 3 is no task: give it a prompt")

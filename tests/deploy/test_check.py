@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.checking.job import check_job
-from deploy.checking.places import SourceLocation, of_setting
-from deploy.checking.report import CheckReport, Mark, within, wrapped
-from deploy.checking.trial import sample_arguments
+from replayground.deploy.checking.job import check_job
+from replayground.deploy.checking.places import SourceLocation, of_setting
+from replayground.deploy.checking.report import CheckReport, Mark, within, wrapped
+from replayground.deploy.checking.trial import sample_arguments
 from tests.deploy.test_cli import Terminal, called
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -20,9 +20,9 @@ MODULE = '''\
 import random
 from itertools import count
 
-from sandboxes.tools.tool import tool
-from schemas.events import Task
-from schemas.job import Score
+from replayground.sandboxes.tools.tool import tool
+from replayground.schemas.events import Task
+from replayground.schemas.job import Score
 
 
 @tool

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.folder import FieldFolder, hold_lock, is_locked
-from deploy.operate.tail import EventFilter, tail
-from deploy.resolve import load
-from deploy.run_lifecycle import log_of
-from deploy.runs import list_runs
-from schemas.blobs import Blobs
+from replayground.deploy.local.folder import FieldFolder, hold_lock, is_locked
+from replayground.deploy.operate.tail import EventFilter, tail
+from replayground.deploy.resolve import load
+from replayground.deploy.run_lifecycle import log_of
+from replayground.deploy.runs import list_runs
+from replayground.schemas.blobs import Blobs
 from tests.deploy.test_supervisor import eventually, members
 
 COMMANDS = (
@@ -40,7 +40,7 @@ ONE_PROGRAM = '[harness]\nprograms = ["cut"]\n'
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "deploy.cli", *arguments]
+    return [sys.executable, "-m", "replayground.deploy.cli", *arguments]
 
 
 def called(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -64,7 +64,8 @@ def test_every_command_shows_an_example(tmp_path: Path, name: str) -> None:
 
 
 def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
-    code = "import sys; import deploy.cli; print([m for m in ('torch', 'vllm', 'faust', 'chdb') if m in sys.modules])"
+    heavy = "('torch', 'vllm', 'faust', 'chdb')"
+    code = f"import sys; import replayground.deploy.cli; print([m for m in {heavy} if m in sys.modules])"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     imported = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
@@ -203,7 +204,7 @@ def test_ctrl_c_stops_the_run_and_leaves_the_field(field: FieldFolder) -> None:
 
     running = Terminal(here, "resume")
     assert eventually(lambda: "Ctrl-C drains and stops" in running.shown(), 180), running.shown()
-    assert f"going on with {folder.run_id}" in running.shown()
+    assert f"resuming {folder.run_id}" in running.shown()
     running.press_ctrl_c()
     assert running.exit_code() == 130, running.shown()
     assert members(folder) == []
@@ -340,7 +341,7 @@ def test_down_stops_runs_first(field: FieldFolder) -> None:
         "by",
     ]
     assert len(listed.stdout.splitlines()) == 1 + len(field.run_folders())
-    assert "producers.stockroom\t0\tstopped\t0/80" in listed.stdout
+    assert "replayground.producers.stockroom\t0\tstopped\t0/80" in listed.stdout
     counted = called(here, "sql", "SELECT uniqExact(run_id) AS runs FROM events WHERE type = 'RunStarted'")
     assert counted.stdout == f"runs\n{len(field.run_folders())}\n", counted.stderr
     assert members(field) == []

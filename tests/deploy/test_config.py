@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.config import load_config
-from schemas.errors import BadInput
+from replayground.deploy.config import load_config
+from replayground.schemas.errors import BadInput
 
 PROJECT = Path(__file__).resolve().parents[2]
 COMMITTED = sorted([*PROJECT.glob("deploy/**/*.toml"), *PROJECT.glob("examples/**/*.toml")])
@@ -30,9 +30,9 @@ def test_every_committed_config_loads(path: Path) -> None:
         ('[trainer.grpo]\nmode = "X"\n', "trainer.grpo.mode: Invalid enum value 'X'"),
         ("[trainer.grpo]\ninner_steps = 0\n", "trainer.grpo: inner_steps must be at least 1"),
         ("[job]\nstaleness_target = 9\n", "job.staleness_target must be at most"),
-        ("[trainer]\nversions_kept = -1\n", "trainer: versions_kept must be 0 (all) or a number"),
-        ("[trainer]\nversions_kept = 9\n", "trainer.versions_kept must be 0 (all) or at least 10: "),
-        ("[trainer]\nversions_kept = 10\n[job]\nstaleness_max = 10\n", "must be 0 (all) or at least 11: "),
+        ("[job]\nversions_kept = -1\n", "versions_kept"),
+        ("[job]\nversions_kept = 9\n", "job.versions_kept must be 0 (all) or at least 10: "),
+        ("[job]\nversions_kept = 10\nstaleness_max = 10\n", "must be 0 (all) or at least 11: "),
         ("steps = 3\n", "fields stand in sections: [job]"),
         ('[harness]\nprograms = ["trainr"]\n', "there is no trainr; allowed: trainer, "),
         ('[harness]\nprograms = ["traces"]\n', "there is no traces; allowed: trainer, "),
@@ -75,8 +75,8 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
 
 
 def test_a_dotted_module_name_stays(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text('[job]\nmodule = "producers.stockroom"\n')
-    assert load_config(tmp_path / "job.toml").job.module == "producers.stockroom"
+    (tmp_path / "job.toml").write_text('[job]\nmodule = "replayground.producers.stockroom"\n')
+    assert load_config(tmp_path / "job.toml").job.module == "replayground.producers.stockroom"
 
 
 def test_tools_outside_the_sandbox_are_configured(tmp_path: Path) -> None:

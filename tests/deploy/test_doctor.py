@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy import doctor
-from deploy.doctor import Finding, examine_machine
-from deploy.local.folder import FieldFolder, create_field_folder
-from deploy.local.stack import LogAddresses
-from deploy.resolve import RequestedConfig, ResolvedConfig, resolve_field, save
-from schemas.run import LogSettings
+from replayground.deploy import doctor
+from replayground.deploy.doctor import Finding, examine_machine
+from replayground.deploy.local.folder import FieldFolder, create_field_folder
+from replayground.deploy.local.stack import LogAddresses
+from replayground.deploy.resolve import RequestedConfig, ResolvedConfig, resolve_field, save
+from replayground.schemas.run import LogSettings
 from tests.deploy.test_cli import called
 
 

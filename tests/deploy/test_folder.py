@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.folder import (
+from replayground.deploy.local.folder import (
     FieldFolder,
     RunFolder,
     create_field_folder,
@@ -17,7 +17,7 @@ from deploy.local.folder import (
     require_disk,
     write_whole,
 )
-from schemas.errors import BadInput
+from replayground.schemas.errors import BadInput
 
 
 @pytest.fixture

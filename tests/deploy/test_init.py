@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.config import load_config
-from deploy.new_job import TEMPLATES, make_job
-from schemas.errors import BadInput
+from replayground.deploy.config import load_config
+from replayground.deploy.new_job import TEMPLATES, make_job
+from replayground.schemas.errors import BadInput
 from tests.deploy.test_cli import called
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -68,5 +68,5 @@ def test_the_command_refuses_with_one_line_and_exit_code_2(tmp_path: Path, argum
 
 def test_templates_ship_with_the_package() -> None:
     """Below a folder that the wheel takes whole."""
-    assert TEMPLATES.is_relative_to(PROJECT / "deploy")
+    assert TEMPLATES.resolve().is_relative_to(PROJECT / "deploy")
     assert len(list(TEMPLATES.iterdir())) == 4

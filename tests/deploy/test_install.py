@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import install
-from deploy.install import Missing, Part
+from replayground.deploy import install
+from replayground.deploy.install import Missing, Part
 
 PROJECT = Path(__file__).resolve().parents[2]
 

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from deploy.live import PlainView, TerminalView, step_line, steps_text
-from deploy.traces_client import Overview
+from replayground.deploy.live import PlainView, TerminalView, step_line, steps_text
+from replayground.deploy.traces_client import Overview
 
 
 def shown(overview: Overview) -> str:

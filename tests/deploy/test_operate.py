@@ -7,23 +7,23 @@ import uuid
 import pytest
 from confluent_kafka import Producer
 
-from consumers.lag_watch import expiries_of
-from deploy.operate.dead_letters import dead_letters, describe, redrive, select
-from deploy.operate.lag import lags
-from deploy.operate.steer import control_event
-from deploy.operate.tail import EventFilter, as_json, line, tail, topics_of
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import BadInput
-from schemas.registry import MemoryRegistry
-from schemas.retention import expiry_of
-from schemas.run import Run
-from schemas.topics import TOPIC_BY_NAME
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.log.connect import open_log
-from streams.log.memory import MemoryLog
-from streams.log.protocol import Delivery
+from replayground.consumers.lag_watch import expiries_of
+from replayground.deploy.operate.dead_letters import dead_letters, describe, redrive, select
+from replayground.deploy.operate.lag import lags
+from replayground.deploy.operate.steer import control_event
+from replayground.deploy.operate.tail import EventFilter, as_json, line, tail, topics_of
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import BadInput
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.retention import expiry_of
+from replayground.schemas.run import Run
+from replayground.schemas.topics import TOPIC_BY_NAME
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.protocol import Delivery
 from tests.flow.synthetic import RUN_ID, rollout
 
 
@@ -138,7 +138,7 @@ def test_unread_messages_alarm_before_the_topic_forgets_them(
     assert expiry is not None
     assert expiry.is_alarming == alarming
     assert expiry.seconds_left == (30 - (age_days or 0)) * 24 * 3600
-    assert str(expired) in str(expiry) if expired else "before the broker forgets" in str(expiry)
+    assert str(expired) in str(expiry) if expired else "before retention removes" in str(expiry)
 
 
 @pytest.mark.parametrize("topic", ["messages", "weights"])

@@ -3,8 +3,8 @@ import socket
 
 import pytest
 
-from deploy.local.ports import choose_ports, is_free, is_listening
-from schemas.errors import BadInput
+from replayground.deploy.local.ports import choose_ports, is_free, is_listening
+from replayground.schemas.errors import BadInput
 
 
 def test_free_ports_are_distinct_and_free() -> None:

@@ -1,7 +1,7 @@
 """The process map and the declarations of who reads and writes what agree."""
 
-from deploy.programs import PROGRAMS, PROGRAMS_OF_FIELD, PROGRAMS_OF_RUN
-from schemas.programs import ACCESS, OPERATOR
+from replayground.deploy.programs import PROGRAMS, PROGRAMS_OF_FIELD, PROGRAMS_OF_RUN
+from replayground.schemas.programs import ACCESS, OPERATOR
 
 
 def test_every_program_has_a_declaration_and_every_declaration_a_program() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.config import parse_config
-from deploy.field import prepare_field
-from deploy.local.folder import FieldFolder, RunFolder, create_field_folder, create_run_folder
-from deploy.resolve import (
+from replayground.deploy.config import parse_config
+from replayground.deploy.field import prepare_field
+from replayground.deploy.local.folder import FieldFolder, RunFolder, create_field_folder, create_run_folder
+from replayground.deploy.resolve import (
     RequestedConfig,
     config_for_log,
     connectable,
@@ -21,9 +21,9 @@ from deploy.resolve import (
     resolve_run,
     save,
 )
-from schemas.errors import BadInput
-from schemas.events import Position
-from schemas.run import FIELD
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Position
+from replayground.schemas.run import FIELD
 
 ELSEWHERE = '[log]\nbootstrap_servers = "kafka:9092"\nregistry_url = "http://registry:8081"\ntopic_prefix = "us."\n'
 

@@ -6,13 +6,22 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from deploy.runs import end_of, find_run, list_runs, only_id, started_event, write_end, write_resume, write_start
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import BadInput, LogUnavailable
-from schemas.events import Address, Event, Position, RunResumed, RunStarted
-from schemas.registry import MemoryRegistry
-from streams.log.memory import MemoryLog, MemoryReader
+from replayground.deploy.runs import (
+    end_of,
+    find_run,
+    list_runs,
+    only_id,
+    started_event,
+    write_end,
+    write_resume,
+    write_start,
+)
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import BadInput, LogUnavailable
+from replayground.schemas.events import Address, Event, Position, RunResumed, RunStarted
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.log.memory import MemoryLog, MemoryReader
 
 
 @pytest.fixture

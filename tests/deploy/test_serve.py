@@ -14,26 +14,26 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
-from deploy.local.folder import FieldFolder, RunFolder
-from deploy.local.supervisor import TAKEN_OVER
-from deploy.programs import PROGRAM_BY_NAME
-from deploy.resolve import RequestedConfig, resolve_field, resolve_run
-from deploy.serve import StallWatch, Usage, settings_of
-from schemas.events import WorkerSeen
-from schemas.run import Run
-from streams.log.connect import open_log
+from replayground.deploy.local.folder import FieldFolder, RunFolder
+from replayground.deploy.local.supervisor import TAKEN_OVER
+from replayground.deploy.programs import PROGRAM_BY_NAME
+from replayground.deploy.resolve import RequestedConfig, resolve_field, resolve_run
+from replayground.deploy.serve import StallWatch, Usage, settings_of
+from replayground.schemas.events import WorkerSeen
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
 from tests.deploy.test_supervisor import eventually
 
 PROJECT = Path(__file__).resolve().parents[2]
 SERVE = """
 import sys
 from pathlib import Path
-from deploy.programs import Program
-from deploy.resolve import load_file
-from deploy.serve import serve
+from replayground.deploy.programs import Program
+from replayground.deploy.resolve import load_file
+from replayground.deploy.serve import end_process, serve
 folder = Path(sys.argv[1])
 program = Program("cut", "tests.deploy.programs_for_tests", "", 1, ends_when_stalled=sys.argv[2] == "hangs")
-sys.exit(serve(program, load_file(folder / "run.json"), sys.argv[2], folder / "stopped_because"))
+end_process(serve(program, load_file(folder / "run.json"), sys.argv[2], folder / "stopped_because"), 2.0)
 """
 
 
@@ -142,6 +142,15 @@ def test_a_program_that_hangs_is_ended_to_be_started_again(tmp_path: Path, kafka
     code, printed = Served(tmp_path, kafka_run, "hangs").ended()
     assert code == 1
     assert '"event": "stalled"' in printed
+
+
+def test_a_program_whose_library_leaves_a_thread_ends_all_the_same(tmp_path: Path, kafka_run: Run) -> None:
+    """Else the process would stay, do nothing, and never be started again."""
+    code, printed = Served(tmp_path, kafka_run, "leaves-a-thread").ended()
+    assert code == 1
+    told = [json.loads(line) for line in printed.splitlines()]
+    assert [line["event"] for line in told][-2:] == ["crashed", "threads_left"]
+    assert "of a library" in told[-1]["threads"]
 
 
 def test_a_further_worker_answers_on_a_port_of_its_own(tmp_path: Path, kafka_run: Run) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from deploy.sources import code_version, files_of, package_versions, restore_files, store_files
-from schemas.blobs import Blobs
-from schemas.errors import BadInput
-from schemas.events import RunFile
+from replayground.deploy.sources import code_version, files_of, package_versions, restore_files, store_files
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import RunFile
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_every_file_that_a_run_needs_is_found(job: Path) -> None:
 
 
 def test_a_module_by_its_dotted_name_is_its_file_alone() -> None:
-    (source,) = files_of({"job": {"module": "producers.stockroom"}})
+    (source,) = files_of({"job": {"module": "replayground.producers.stockroom"}})
     assert (source.name, source.setting) == ("stockroom.py", "job.module")
 
 

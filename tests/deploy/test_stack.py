@@ -7,15 +7,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.local.folder import FieldFolder
-from deploy.local.kafka import Broker, server_properties
-from deploy.local.stack import LogAddresses, local_log
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import Meta, WorkerSeen
-from schemas.ids import new_id, now_microseconds
-from schemas.registry import ConfluentRegistry
-from streams.log.kafka import KafkaLog
+from replayground.deploy.local.folder import FieldFolder
+from replayground.deploy.local.kafka import Broker, server_properties
+from replayground.deploy.local.stack import LogAddresses, local_log
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Meta, WorkerSeen
+from replayground.schemas.ids import new_id, now_microseconds
+from replayground.schemas.registry import ConfluentRegistry
+from replayground.streams.log.kafka import KafkaLog
 from tests.deploy.test_supervisor import members
 
 

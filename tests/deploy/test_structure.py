@@ -16,8 +16,9 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from deploy.config import Config
-from deploy.programs import PROGRAMS
+from replayground.deploy.config import Config
+from replayground.deploy.programs import PROGRAMS
+from tests.__main__ import HALVES
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGES = ("schemas", "producers", "sandboxes", "streams", "trainer", "consumers", "deploy")
@@ -59,9 +60,37 @@ def pure_modules() -> set[str]:
 
 
 def modules_below(name: str) -> Iterator[str]:
-    path = PROJECT / name.replace(".", "/")
+    path = PROJECT / name.removeprefix("replayground.").replace(".", "/")
     for file in sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]:
         yield ".".join(file.relative_to(PROJECT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_module_has_a_second_name() -> None:
+    """In a checkout the folders can be imported without `replayground.` too, and a module imported by both names exists twice."""
+    folders = [PROJECT / name for name in ("replayground", *PACKAGES, "tests", "bench", "examples")]
+    wrong = {
+        f"{path.relative_to(PROJECT)}:{node.lineno}"
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        if name.partition(".")[0] in PACKAGES
+    }
+    assert not wrong
+
+
+def test_every_test_belongs_to_one_half_of_the_suite() -> None:
+    tests = PROJECT / "tests"
+    names = sorted({path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")})
+    assert sorted(name for half in HALVES for name in half) == names
+
+
+def test_the_public_package_links_every_folder() -> None:
+    linked = {
+        path.name: path.readlink().as_posix() for path in (PROJECT / "replayground").iterdir() if path.is_symlink()
+    }
+    assert linked == {name: f"../{name}" for name in PACKAGES}
 
 
 def source_of(module: str) -> ast.Module:
@@ -98,8 +127,8 @@ def test_a_module_that_calls_itself_pure_is_under_the_contract() -> None:
 def test_programs_import_only_their_own_heavy_parts() -> None:
     """Each import in a process forked from one that has imported nothing of ours."""
     asked = {program.name: program.module for program in PROGRAMS} | {
-        "cli": "deploy.cli",
-        "tools": "sandboxes.workbench",
+        "cli": "replayground.deploy.cli",
+        "tools": "replayground.sandboxes.workbench",
     }
     code = """
         import importlib, json, os, sys

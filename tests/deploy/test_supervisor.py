@@ -12,11 +12,11 @@ import psutil
 import pytest
 from supervisor.options import ServerOptions
 
-from deploy.local import guard
-from deploy.local.folder import RunFolder, StackFolder, create_run_folder
-from deploy.local.stack import RunningStack, StackFailed, StackPlan, spawn_guard
-from deploy.local.supervisor import SupervisedProgram, render
-from schemas.errors import BadInput
+from replayground.deploy.local import guard
+from replayground.deploy.local.folder import RunFolder, StackFolder, create_run_folder
+from replayground.deploy.local.stack import RunningStack, StackFailed, StackPlan, spawn_guard
+from replayground.deploy.local.supervisor import SupervisedProgram, render
+from replayground.schemas.errors import BadInput
 
 # starts a child that leaves its process group, as a server's engine may, and waits
 LEAVES_A_CHILD = "import subprocess, time; subprocess.Popen(['sleep', '999'], start_new_session=True); time.sleep(999)"

@@ -10,18 +10,18 @@ import msgspec
 import pytest
 from confluent_kafka import Producer
 
-from deploy.operate.sweep import ReferencedDigests, SweepResult, digests_in, sweep, unreferenced
-from schemas.blobs import Blobs, StoredBlob
-from schemas.codec import EVENT_BYTES_MAX, Codec
-from schemas.errors import BadInput
-from schemas.events import Address, Event, Position, ToolObserved, WeightsPublished
-from schemas.registry import ConfluentRegistry, MemoryRegistry
-from schemas.run import Run
-from streams.log.connect import codec_of
-from streams.log.kafka import KafkaLog
-from streams.log.memory import MemoryLog
-from streams.log.protocol import Delivery, RawMessage
-from streams.rules.dead_letter import rejection
+from replayground.deploy.operate.sweep import ReferencedDigests, SweepResult, digests_in, sweep, unreferenced
+from replayground.schemas.blobs import Blobs, StoredBlob
+from replayground.schemas.codec import EVENT_BYTES_MAX, Codec
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Address, Event, Position, ToolObserved, WeightsPublished
+from replayground.schemas.registry import ConfluentRegistry, MemoryRegistry
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import codec_of
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.protocol import Delivery, RawMessage
+from replayground.streams.rules.dead_letter import rejection
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.flow.synthetic import rollout
 
@@ -145,7 +145,7 @@ def test_a_spilled_event_that_is_lost_stops_the_sweep(field: Field, lost: str) -
     path = field.folder / blob.path
     path.unlink() if lost == "missing" else path.write_bytes(b"?")
     before = field.digests()
-    with pytest.raises(BadInput, match=rf"not be read whole, so nothing was removed.*{blob.sha256}"):
+    with pytest.raises(BadInput, match=rf"not be read completely, so nothing was removed.*{blob.sha256}"):
         field.sweep()
     assert field.digests() == before
 
@@ -156,7 +156,7 @@ def test_a_part_of_the_log_that_does_not_answer_stops_the_sweep(field: Field) ->
     field.log.append(observation())
     field.age()
     field.codec = Codec(ConfluentRegistry("http://127.0.0.1:1"), field.blobs)
-    with pytest.raises(BadInput, match="the log cannot be read whole, so nothing was removed"):
+    with pytest.raises(BadInput, match="the log cannot be read completely, so nothing was removed"):
         field.sweep()
     assert len(field.digests()) == 1
     field.codec.close()

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local.folder import FieldFolder
-from deploy.local.stack import LogAddresses
-from deploy.runs import list_runs
-from schemas.events import RunEnded
-from streams.log.connect import open_log
-from streams.log.protocol import Delivery, Log
+from replayground.deploy.local.folder import FieldFolder
+from replayground.deploy.local.stack import LogAddresses
+from replayground.deploy.runs import list_runs
+from replayground.schemas.events import RunEnded
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Delivery, Log
 from tests.deploy.test_cli import ONE_PROGRAM, called, command
 from tests.deploy.test_supervisor import eventually, members
 

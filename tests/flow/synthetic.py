@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from schemas.events import (
+from replayground.schemas.events import (
     EndedBy,
     Event,
     Meta,
@@ -19,7 +19,7 @@ from schemas.events import (
     TurnGenerated,
     VersionSpan,
 )
-from schemas.packed import pack_logprobs, pack_tokens
+from replayground.schemas.packed import pack_logprobs, pack_tokens
 
 RUN_ID = "synthetic"
 

@@ -15,17 +15,17 @@ from typing import Any
 import psutil
 import pytest
 
-from deploy.local.folder import FieldFolder
-from deploy.local.stack import LogAddresses
-from deploy.resolve import load
-from deploy.run_lifecycle import log_of
-from deploy.runs import list_runs
-from deploy.traces_client import Overview, TracesClient
-from schemas.events import Event, WorkerSeen
-from schemas.programs import ACCESS, Access
-from schemas.topics import TOPIC_BY_EVENT
-from streams.log.access import RECORD_FOLDER
-from streams.rules.runs import RunState
+from replayground.deploy.local.folder import FieldFolder
+from replayground.deploy.local.stack import LogAddresses
+from replayground.deploy.resolve import load
+from replayground.deploy.run_lifecycle import log_of
+from replayground.deploy.runs import list_runs
+from replayground.deploy.traces_client import Overview, TracesClient
+from replayground.schemas.events import Event, WorkerSeen
+from replayground.schemas.programs import ACCESS, Access
+from replayground.schemas.topics import TOPIC_BY_EVENT
+from replayground.streams.log.access import RECORD_FOLDER
+from replayground.streams.rules.runs import RunState
 from tests.torture.oracle import events_of
 
 pytestmark = pytest.mark.timeout(1800)  # two whole runs, on a machine that may be busy
@@ -46,6 +46,7 @@ FIGURES = (
     "events_by_type",
     "trajectories",
     "trajectories_infra_error",
+    "infra_error_share_by_version",
     "groups_completed",
     "groups_dropped_by_reason",
     "batches",
@@ -66,7 +67,7 @@ FIGURES = (
 
 def replayground(field: FieldFolder, *arguments: str) -> str:
     """What a command prints. Raises AssertionError when it fails."""
-    command = [sys.executable, "-m", "deploy.cli", *arguments, "--field", str(field.path)]
+    command = [sys.executable, "-m", "replayground.deploy.cli", *arguments, "--field", str(field.path)]
     environment = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(command, cwd=PROJECT, env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
@@ -212,7 +213,7 @@ def test_the_facts_of_a_run_say_what_happened_to_it(practised: Practised) -> Non
 
 
 def test_a_run_is_resumed_from_the_log_alone(practised: Practised) -> None:
-    assert f"going on with {practised.moved}" in practised.told_by_resume
+    assert f"resuming {practised.moved}" in practised.told_by_resume
     assert "job.module: from the log, since" in practised.told_by_resume
     assert (practised.second.run(practised.moved).job / "job.py").exists()
     assert "The run has finished" in practised.told_by_resume

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from producers import stockroom
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import Event, Meta, Probe, Sampling, Task, TaskSubmitted, WeightsFile, WeightsPublished
-from schemas.ids import derived_id
-from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, LogSettings, Run
-from streams.log.memory import MemoryLog
+from replayground.producers import stockroom
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Event, Meta, Probe, Sampling, Task, TaskSubmitted, WeightsFile, WeightsPublished
+from replayground.schemas.ids import derived_id
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import JobSettings, LogSettings, Run
+from replayground.streams.log.memory import MemoryLog
 
 RUN_ID = "run-1"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>")

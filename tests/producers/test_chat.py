@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from producers import stockroom
-from producers.chat import ChatFormat, Extension, Message, TemplateFormat, chat_of
-from schemas.errors import BadInput
+from replayground.producers import stockroom
+from replayground.producers.chat import ChatFormat, Extension, Message, TemplateFormat, chat_of
+from replayground.schemas.errors import BadInput
 from tests.producers.field import tokenizer_json
 
 
@@ -190,7 +190,7 @@ def test_text_from_outside_never_becomes_a_role_of_a_template(content: str) -> N
         ({}, "came without a chat template"),
         ({"tokenizer_config.json": b"[]"}, r"tokenizer_config\.json"),
         ({"chat_template.jinja": b"{% if %}"}, "closes a turn"),
-        ({"tokenizer_config.json": b'{"eos_token": "<|im_end|>"}', "chat_template.jinja": b"{% if %}"}, "no Jinja"),
+        ({"tokenizer_config.json": b'{"eos_token": "<|im_end|>"}', "chat_template.jinja": b"{% if %}"}, "valid Jinja"),
         (
             {"tokenizer_config.json": b'{"eos_token": "<|im_end|>"}', "chat_template.jinja": b"{{ 1 / 0 }}"},
             "cannot render",

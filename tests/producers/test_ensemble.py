@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from producers.agent import Agent, Model, Part
-from producers.chat import Chat, ChatFormat, Message
-from producers.policy import Policy, PolicyFailed, Turn, TurnRequest
-from producers.topology import AgentCatalog, HandOff, Loop, Parallel, Series, Team
-from producers.turns import play
-from sandboxes.backends.scripted import ScriptedBackend
-from sandboxes.pool import Pool
-from sandboxes.tools.registry import toolset
-from sandboxes.workbench import Observation, Workbench
-from sandboxes.worlds.world import WORLD_TOOLS, World
-from schemas.events import (
+from replayground.producers.agent import Agent, Model, Part
+from replayground.producers.chat import Chat, ChatFormat, Message
+from replayground.producers.policy import Policy, PolicyFailed, Turn, TurnRequest
+from replayground.producers.topology import AgentCatalog, HandOff, Loop, Parallel, Series, Team
+from replayground.producers.turns import play
+from replayground.sandboxes.backends.scripted import ScriptedBackend
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.tools.registry import toolset
+from replayground.sandboxes.workbench import Observation, Workbench
+from replayground.sandboxes.worlds.world import WORLD_TOOLS, World
+from replayground.schemas.events import (
     Address,
     AgentMessaged,
     Event,
@@ -32,12 +32,12 @@ from schemas.events import (
     TurnGenerated,
     VersionSpan,
 )
-from schemas.packed import unpack_tokens
-from streams.hops.messages_to_trajectories import AssembleTrajectories, AssemblyState
+from replayground.schemas.packed import unpack_tokens
+from replayground.streams.hops.messages_to_trajectories import AssembleTrajectories, AssemblyState
+from replayground.trainer.batch import counting_only, episodes_of
 from tests.producers.field import no_blobs, tokenizer_json
 from tests.producers.test_chat import FORGETFUL, chatml
 from tests.producers.test_turns import PYTHON, request
-from trainer.batch import counting_only, episodes_of
 
 CHAT = ChatFormat(tokenizer_json())
 ROOMY = Sampling(tokens_max=4000, turns_max=6, max_tokens_per_turn=400)
@@ -305,7 +305,7 @@ async def test_a_branch_is_called_off_but_never_in_the_middle_of_a_tool() -> Non
     calling, may_end, cut_off = asyncio.Event(), asyncio.Event(), False
 
     class SlowOnce(Workbench):
-        async def call(self, tool: str, arguments: Mapping[str, Any]) -> Observation:
+        async def call(self, tool: str, arguments: Mapping[str, Any], session: str = "") -> Observation:
             nonlocal cut_off
             calling.set()
             try:
@@ -313,7 +313,7 @@ async def test_a_branch_is_called_off_but_never_in_the_middle_of_a_tool() -> Non
             except asyncio.CancelledError:
                 cut_off = True
                 raise
-            return await super().call(tool, arguments)
+            return await super().call(tool, arguments, session)
 
     class GivesUp(Troupe):
         async def next_turn(self, turn_request: TurnRequest) -> Turn:
@@ -333,6 +333,22 @@ async def test_a_branch_is_called_off_but_never_in_the_middle_of_a_tool() -> Non
     assert not cut_off
     assert [event.meta.receiver for event in events if isinstance(event, ToolObserved)] == ["cyd", "ann"]
     assert "votes gave no answer" in messages(events)[-1][-1]
+
+
+@pytest.mark.parametrize(("name", "sessions"), [("office", ["bob", "ann"]), ("ann", [""])])
+async def test_agents_of_one_rollout_have_a_session_each(name: str, sessions: list[str]) -> None:
+    seen: list[str] = []
+
+    class Watched(Workbench):
+        async def call(self, tool: str, arguments: Mapping[str, Any], session: str = "") -> Observation:
+            seen.append(session)
+            return await super().call(tool, arguments, session)
+
+    agent_catalog = AgentCatalog.of([*AGENTS, Team(name="office", leader="ann", workers=("bob",))])
+    asks = [calls("ask", agent="bob", message="5*9?")] if name == "office" else []
+    troupe = Troupe(ann=[*asks, PYTHON, "<answer>45</answer>"], bob=[PYTHON, "<answer>45</answer>"])
+    assert end(await played(asked(name), agent_catalog, troupe, workbench=Watched)) == ("answered", "45")
+    assert seen == sessions
 
 
 @pytest.mark.parametrize("said", ["I wonder.", "<answer>45</answer>", PYTHON])

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from producers.formats import FinalAnswer, ToolCall, parse
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.pool import Pool
-from sandboxes.tools.registry import toolset
-from sandboxes.workbench import Workbench
-from sandboxes.worlds.world import WORLD_TOOLS, world_from_json
-from schemas.job import Job, load_job
-from streams.rules.scoring import scorers_by_name
+from replayground.producers.formats import FinalAnswer, ToolCall, parse
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.tools.registry import toolset
+from replayground.sandboxes.workbench import Workbench
+from replayground.sandboxes.worlds.world import WORLD_TOOLS, world_from_json
+from replayground.schemas.job import Job, load_job
+from replayground.streams.rules.scoring import scorers_by_name
 
 FOLDER = Path(__file__).parents[2] / "examples" / "times_tables"
 
@@ -67,7 +67,7 @@ def test_tasks_can_be_gone_on_with_from_any_number(name: str) -> None:
 
 def test_a_job_whose_tasks_know_no_start_is_drawn_up_to_it(tmp_path: Path) -> None:
     (tmp_path / "old_job.py").write_text(
-        "from schemas.events import Task\n"
+        "from replayground.schemas.events import Task\n"
         "def tasks(split, seed):\n"
         "    for n in range(10):\n"
         "        yield Task(prompt=str(n), reference='', agent='a', toolset=[],\n"

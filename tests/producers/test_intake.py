@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.intake import PendingRequests
-from schemas.events import Address, Position
+from replayground.producers.intake import PendingRequests
+from replayground.schemas.events import Address, Position
 
 
 def at(offset: int, partition: int = 0) -> Address:

@@ -6,14 +6,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from producers import rollouts, scheduler, tasks
-from producers.chat import ChatFormat
-from producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
-from schemas.events import ControlIssued, Event, RolloutRequested, TaskSubmitted, TrajectoryAssembled
-from schemas.metrics import ProgramMetrics
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.log.memory import MemoryLog
+from replayground.producers import rollouts, scheduler, tasks
+from replayground.producers.chat import ChatFormat
+from replayground.producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
+from replayground.schemas.events import ControlIssued, Event, RolloutRequested, TaskSubmitted, TrajectoryAssembled
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.log.memory import MemoryLog
 from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, tokenizer_json
 from tests.producers.test_policy import FinalAnswer, server
 from tests.producers.test_rollouts import scripted

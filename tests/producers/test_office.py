@@ -9,21 +9,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from deploy.config import load_config
-from producers import rollouts
-from producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
-from producers.scheduler import Plan
-from producers.tasks import Feed
-from producers.topology import agent_catalog_of
-from schemas.events import AgentMessaged, RolloutRequested, TaskSubmitted, TrajectoryAssembled
-from schemas.ids import now_microseconds
-from schemas.job import load_job
-from schemas.metrics import ProgramMetrics
-from schemas.packed import unpack_tokens
-from streams.driver import Driver
-from streams.hops.flow import hops
+from replayground.deploy.config import load_config
+from replayground.producers import rollouts
+from replayground.producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
+from replayground.producers.scheduler import Plan
+from replayground.producers.tasks import Feed
+from replayground.producers.topology import agent_catalog_of
+from replayground.schemas.events import AgentMessaged, RolloutRequested, TaskSubmitted, TrajectoryAssembled
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.job import load_job
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.packed import unpack_tokens
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.trainer.batch import counting_only, episodes_of
 from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted
-from trainer.batch import counting_only, episodes_of
 
 FOLDER = Path(__file__).parents[2] / "examples" / "office"
 PLAYED = 12

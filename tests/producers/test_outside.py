@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from producers import rollouts
-from producers.config import RolloutsSettings, SchedulerSettings
-from producers.scheduler import Plan
-from sandboxes.backends.scripted import ScriptedBackend
-from schemas.events import RolloutEnded, RolloutRequested, ToolObserved
-from schemas.ids import now_microseconds
-from schemas.job import load_job
-from schemas.metrics import ProgramMetrics
-from streams.log.memory import MemoryLog
+from replayground.producers import rollouts
+from replayground.producers.config import RolloutsSettings, SchedulerSettings
+from replayground.producers.scheduler import Plan
+from replayground.sandboxes.backends.scripted import ScriptedBackend
+from replayground.schemas.events import RolloutEnded, RolloutRequested, ToolObserved
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.job import load_job
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.streams.log.memory import MemoryLog
 from tests.producers.field import a_log, a_run, events_on, published, submitted
 
 JOB = '''
@@ -23,8 +23,8 @@ JOB = '''
 import itertools
 import json
 
-from sandboxes.worlds.world import World
-from schemas.events import Task
+from replayground.sandboxes.worlds.world import World
+from replayground.schemas.events import Task
 
 WORLD = World(
     name="street",

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import msgspec
 
-from producers import scheduler, stockroom, tasks
-from producers.config import FeederSettings, SchedulerSettings
-from producers.planner import PlannerLoop
-from producers.tasks import Feed
-from schemas.codec import Codec
-from schemas.events import Position
-from schemas.metrics import ProgramMetrics
-from streams.log.memory import MemoryLog, MemoryReader
-from streams.log.protocol import Delivery
-from streams.log.snapshots import snapshot
+from replayground.producers import scheduler, stockroom, tasks
+from replayground.producers.config import FeederSettings, SchedulerSettings
+from replayground.producers.planner import PlannerLoop
+from replayground.producers.tasks import Feed
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Position
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.streams.log.memory import MemoryLog, MemoryReader
+from replayground.streams.log.protocol import Delivery
+from replayground.streams.log.snapshots import snapshot
 from tests.producers.field import a_log, a_run, published
 
 

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from producers import stockroom
-from producers.agent import Model
-from producers.chat import ChatFormat, Message
-from producers.policy import ChatTeacher, Demonstrator, PolicyFailed, ServedPolicy, TurnRequest, served_models
-from schemas.errors import BadInput
-from schemas.events import Sampling, VersionSpan
+from replayground.producers import stockroom
+from replayground.producers.agent import Model
+from replayground.producers.chat import ChatFormat, Message
+from replayground.producers.policy import (
+    ChatTeacher,
+    Demonstrator,
+    PolicyFailed,
+    ServedPolicy,
+    TurnRequest,
+    served_models,
+)
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Sampling, VersionSpan
 from tests.producers.field import tokenizer_json
 
 type FinalAnswer = Callable[[dict[str, Any]], dict[str, Any] | int]
@@ -103,12 +110,12 @@ async def test_a_turn_is_ids_logprobs_and_versions() -> None:
         (answer(("3", 0, 2)), "do not cover"),
         (answer(("3", 1, 3)), "do not cover"),
         (answer(("3", 0, 3), finish_reason="abort"), "abort"),
-        (answer(("3", 0, 3), weight_versions=None), "an answer that is none"),
-        (answer(("3", 0, 3), logprobs=None), "an answer that is none"),
+        (answer(("3", 0, 3), weight_versions=None), "malformed response"),
+        (answer(("3", 0, 3), logprobs=None), "malformed response"),
         (answer(("3", 0, 3), token_ids=[7, 8]), "do not belong together"),
         (answer(("3", 0, 0), tokens=()), "do not belong together"),
         (answer(("3", 0, 1), logprobs={"content": [{"token_id": 7, "logprob": -9999.0}]}, token_ids=[7]), "missing"),
-        (lambda body: {"choices": []}, "an answer that is none"),
+        (lambda body: {"choices": []}, "malformed response"),
         (lambda body: 500, "HTTP 500"),
         (lambda body: 403, "scale-out"),
         (lambda body: 400, "HTTP 400"),
@@ -315,7 +322,7 @@ async def test_a_busy_model_is_asked_again_and_a_silent_one_is_an_infrastructure
     answers: list[dict[str, Any]] = [completion(None), completion(""), {"choices": []}, {}]
     for silent in answers:
         async with chat_server(silent) as (url, _), teacher(url) as big:
-            with pytest.raises(PolicyFailed, match=r"empty turn|an answer that is none"):
+            with pytest.raises(PolicyFailed, match=r"empty turn|malformed response"):
                 await big.next_turn(of_said())
 
 

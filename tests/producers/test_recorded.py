@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from producers.policy import PolicyFailed, Turn, TurnRequest
-from producers.recorded import RecordedPolicy, RecordedTurns, read_recording, recorded_run
-from schemas.errors import BadInput
-from schemas.events import (
+from replayground.producers.policy import PolicyFailed, Turn, TurnRequest
+from replayground.producers.recorded import RecordedPolicy, RecordedTurns, read_recording, recorded_run
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import (
     Event,
     Meta,
     Position,
@@ -22,7 +22,7 @@ from schemas.events import (
     TurnGenerated,
     VersionSpan,
 )
-from schemas.packed import pack_logprobs, pack_tokens
+from replayground.schemas.packed import pack_logprobs, pack_tokens
 from tests.producers.field import a_log, events_on, published
 from tests.producers.test_rollouts import SETTINGS, Field, scripted
 from tests.producers.test_scheduler import tasks
@@ -127,9 +127,9 @@ def test_contexts_of_several_agents_are_kept_apart() -> None:
 
 async def test_what_was_never_read_or_is_too_long_is_refused() -> None:
     policy = RecordedPolicy(recording_of(started("a", 1, 10), turned("a", 20, 21)))
-    with pytest.raises(PolicyFailed, match="nothing is recorded after these 1 ids"):
+    with pytest.raises(PolicyFailed, match="nothing is recorded after these 1 token ids"):
         await policy.next_turn(turn_request([11]))
-    with pytest.raises(PolicyFailed, match="2 ids where 1 are allowed"):
+    with pytest.raises(PolicyFailed, match="2 token ids, but only 1 are allowed"):
         await policy.next_turn(turn_request([10], tokens_max=1))
 
 

@@ -13,21 +13,31 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
-from producers import rollouts, stockroom
-from producers.config import RolloutsSettings, SchedulerSettings
-from producers.scheduler import Plan
-from sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
-from schemas.errors import LogUnavailable
-from schemas.events import EventRejected, RolloutEnded, RolloutRequested, ToolCalled, ToolObserved, TurnGenerated
-from schemas.ids import now_microseconds
-from schemas.metrics import ProgramMetrics
-from schemas.packed import unpack_tokens
-from schemas.run import Run
-from streams.log.memory import MemoryLog
-from streams.rules.dead_letter import TooManyRejects
+from replayground.producers import rollouts, stockroom
+from replayground.producers.chat import ChatFormat
+from replayground.producers.config import RolloutsSettings, SchedulerSettings
+from replayground.producers.scheduler import Plan
+from replayground.sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
+from replayground.sandboxes.protocol import SandboxFailed
+from replayground.schemas.errors import LogUnavailable
+from replayground.schemas.events import (
+    EventRejected,
+    RolloutEnded,
+    RolloutRequested,
+    ToolCalled,
+    ToolObserved,
+    TurnGenerated,
+)
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.packed import unpack_tokens
+from replayground.schemas.run import Run
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.rules.dead_letter import TooManyRejects
 from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted, tokenizer_json
-from tests.producers.test_policy import GOOD, server
+from tests.producers.test_policy import GOOD, answer, server
 from tests.producers.test_scheduler import cancel
 
 SETTINGS = RolloutsSettings(slots=8, sandboxes=4, commit_seconds=0.05, poll_seconds=0.01, grace_seconds=2.0)
@@ -279,7 +289,7 @@ class _OneSlowBackend(ScriptedBackend):
 
     met = False
 
-    async def open(self, slot: int) -> "_OneSlowSandbox":
+    async def open(self, slot: int, apart: bool = False) -> "_OneSlowSandbox":
         if not self.opened:
             self._loop = asyncio.get_running_loop()
             self.free = asyncio.Event()
@@ -296,22 +306,22 @@ class _OneSlowSandbox(ScriptedSandbox):
         super().__init__(backend.scripts)
         self._backend = backend
 
-    async def call(self, tool: str, arguments: Any, key: str) -> Any:
+    async def call(self, tool: str, arguments: Any, key: str, session: str = "") -> Any:
         is_first, self._backend.met = not self._backend.met, True
         if is_first:
             await self._backend.free.wait()
-        return await super().call(tool, arguments, key)
+        return await super().call(tool, arguments, key, session)
 
 
 class _HangingBackend(ScriptedBackend):
     """Sandboxes that never answer: every rollout with a tool call hangs."""
 
-    async def open(self, slot: int) -> "_HangingSandbox":
+    async def open(self, slot: int, apart: bool = False) -> "_HangingSandbox":
         return _HangingSandbox({})
 
 
 class _HangingSandbox(ScriptedSandbox):
-    async def call(self, tool: str, arguments: Any, key: str) -> Any:
+    async def call(self, tool: str, arguments: Any, key: str, session: str = "") -> Any:
         await asyncio.sleep(3600)
 
 
@@ -360,3 +370,24 @@ def test_the_tokenizer_of_a_version_that_was_removed_is_taken_from_the_next(tmp_
     field.log.append(published(1, field.blobs))
     found = rollouts._chat_files(field.run, field.log, field.blobs, threading.Event())
     assert found == {"tokenizer.json": tokenizer_json()}
+
+
+async def test_infra_errors_of_a_version_are_a_figure_and_an_alarm(tmp_path: Path) -> None:
+    def fails(arguments: object) -> str:
+        raise SandboxFailed("it died")
+
+    field = Field(tmp_path)
+    field.log.append(await asyncio.to_thread(published, 0, field.blobs))
+    field.ask(6, purpose="train")
+    tokens = ChatFormat(tokenizer_json()).turn('<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>')
+    calls = answer(("3", 0, len(tokens)), tokens=tuple(tokens))
+    async with server(calls) as (url, _):
+        with capture_logs() as logs:
+            field.start(ScriptedBackend({"python": fails}), msgspec.structs.replace(SETTINGS, servers=[url]))
+            await asyncio.to_thread(field.until, lambda: field.lag == 0)
+            await asyncio.to_thread(field.finish)
+    assert field.program_metrics.figures()["infra_error_share"] == 1.0
+    alarms = [entry for entry in logs if entry["event"] == "infra_errors_rise"]
+    assert [alarm["reason"] for alarm in alarms] == [
+        "100.0% of the rollouts of version 3 ended by infra_error, of those before 0.0%"
+    ]

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from producers import stockroom
-from producers.cancellation import CANCELLATIONS_KEPT
-from producers.config import SchedulerSettings
-from producers.scheduler import Plan, schedule
-from producers.scheduling.demand import TRAINING_TASKS_WAITING_MAX
-from producers.scheduling.ledger import group_id_of
-from schemas.events import (
+from replayground.producers import stockroom
+from replayground.producers.cancellation import CANCELLATIONS_KEPT
+from replayground.producers.config import SchedulerSettings
+from replayground.producers.scheduler import Plan, schedule
+from replayground.producers.scheduling.demand import TRAINING_TASKS_WAITING_MAX
+from replayground.producers.scheduling.ledger import group_id_of
+from replayground.schemas.events import (
     Address,
     AttemptEnded,
     BatchCut,
@@ -33,12 +33,12 @@ from schemas.events import (
     TaskSubmitted,
     WeightsLoaded,
 )
-from schemas.ids import derived_id
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
-from schemas.topics import TOPIC_BY_NAME, topic_of
-from streams.log.partitioner import partition_of
-from streams.rules.advantage import drop_reason, mean
+from replayground.schemas.ids import derived_id
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
+from replayground.schemas.topics import TOPIC_BY_NAME, topic_of
+from replayground.streams.log.partitioner import partition_of
+from replayground.streams.rules.advantage import drop_reason, mean
 from tests.producers.field import RUN_ID, a_log, a_run, events_on, published, submitted
 
 SECOND = 1_000_000

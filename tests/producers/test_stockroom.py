@@ -9,12 +9,12 @@ from statistics import mean
 
 import pytest
 
-from producers import stockroom
-from producers.formats import FinalAnswer, ToolCall, parse
-from producers.stockroom import ATTRIBUTES, ITEMS, RIGHT_SOURCE, held_out, tasks
-from sandboxes.worlds.world import world_from_json
-from schemas.events import Task
-from schemas.job import load_job
+from replayground.producers import stockroom
+from replayground.producers.formats import FinalAnswer, ToolCall, parse
+from replayground.producers.stockroom import ATTRIBUTES, ITEMS, RIGHT_SOURCE, held_out, tasks
+from replayground.sandboxes.worlds.world import world_from_json
+from replayground.schemas.events import Task
+from replayground.schemas.job import load_job
 from tests.producers.pure_room import Player, play
 
 ROLLOUTS = 4500
@@ -138,7 +138,7 @@ def test_the_truth_is_nowhere_the_policy_reads() -> None:
 
 
 def test_it_loads_as_a_job_and_its_texts_end() -> None:
-    job = load_job("producers.stockroom")
+    job = load_job("replayground.producers.stockroom")
     assert job.demonstrate is not None
     assert job.texts is not None
     texts = list(job.texts(0))

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from producers.config import SchedulerSettings
-from producers.scheduler import Plan
-from producers.scheduling.ledger import RECENT_TASKS
-from producers.submission import SESSION, SubmissionResult, submit
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import BadInput
-from schemas.events import Address, Event, RolloutRequested, Sampling, TaskSubmitted
-from schemas.registry import MemoryRegistry
-from streams.log.memory import MemoryLog
+from replayground.producers.config import SchedulerSettings
+from replayground.producers.scheduler import Plan
+from replayground.producers.scheduling.ledger import RECENT_TASKS
+from replayground.producers.submission import SESSION, SubmissionResult, submit
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Address, Event, RolloutRequested, Sampling, TaskSubmitted
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.log.memory import MemoryLog
 from tests.producers.field import a_log, a_run, events_on, published
 from tests.producers.test_scheduler import loaded
 

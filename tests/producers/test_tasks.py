@@ -9,17 +9,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from producers import stockroom
-from producers.agent import Agent
-from producers.config import FeederSettings
-from producers.task_lines import KnownNames, read_tasks
-from producers.tasks import Feed, feed, tasks_of
-from producers.topology import AgentCatalog
-from schemas.errors import BadInput
-from schemas.events import AttemptEnded, ControlIssued, Event, RolloutRequested, Task, TaskSubmitted
-from schemas.job import Job, load_job
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
+from replayground.producers import stockroom
+from replayground.producers.agent import Agent
+from replayground.producers.config import FeederSettings
+from replayground.producers.task_lines import KnownNames, read_tasks
+from replayground.producers.tasks import Feed, feed, tasks_of
+from replayground.producers.topology import AgentCatalog
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import AttemptEnded, ControlIssued, Event, RolloutRequested, Task, TaskSubmitted
+from replayground.schemas.job import Job, load_job
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
 from tests.producers.field import a_log, a_run, events_on, published
 from tests.producers.test_scheduler import ended
 
@@ -177,6 +177,27 @@ def test_a_run_that_need_not_end_is_evaluated_and_fed_for_ever(run: Run) -> None
     assert len(fold.encode()) < 20_000
 
 
+def test_an_evaluation_whose_version_is_gone_is_skipped_and_one_that_has_begun_is_not(run: Run) -> None:
+    keeping = msgspec.structs.replace(
+        run, job=msgspec.structs.replace(run.job, steps=0, demonstrations=0, versions_kept=10)
+    )
+    fold = Feed(keeping, SETTINGS, stockroom.tasks)
+    fold.apply(published(0))
+    begun = fold.decide(0)
+    assert sessions(begun) == {"eval-v0000-sampled": 6}
+    fold.apply(published(20))  # the feeder was away meanwhile
+    every = SETTINGS.evaluation_every
+    late = fold.decide(0)
+    gone = list(range(every, 11, every))
+    assert [version for command, version in controls(late) if command == "release"] == gone == fold.skipped
+    kept = [version for version in range(every, 21, every) if version > 10]
+    assert [version for command, version in controls(late) if command == "hold"] == kept
+    assert "eval-v0000-sampled" not in sessions(late), "nothing is submitted twice"
+    for event in all_ended(begun):
+        fold.apply(event)
+    assert ("release", 0) in controls(fold.decide(0)), "its version was held in time, so it is evaluated to its end"
+
+
 def test_tasks_of_other_sessions_are_none_of_its_business(run: Run) -> None:
     fold = Feed(run, SETTINGS, stockroom.tasks)
     first = fold.decide(0)
@@ -219,7 +240,7 @@ def test_the_program_over_a_log(run: Run, tmp_path: Path) -> None:
 
 
 def job() -> Job:
-    return load_job("producers.stockroom")
+    return load_job("replayground.producers.stockroom")
 
 
 def names() -> KnownNames:

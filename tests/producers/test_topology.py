@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from producers.agent import Agent, Example, Model, Part
-from producers.topology import AgentCatalog, HandOff, Loop, Parallel, Series, Team, agent_catalog_of
-from schemas.errors import BadInput
-from schemas.events import Task
-from schemas.job import load_job
+from replayground.producers.agent import Agent, Example, Model, Part
+from replayground.producers.topology import AgentCatalog, HandOff, Loop, Parallel, Series, Team, agent_catalog_of
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Task
+from replayground.schemas.job import load_job
 
 TOML = """
 [models.big]
@@ -144,7 +144,7 @@ A, B, C = (Agent(name=name) for name in "abc")
         ((A, Series(name="a", steps=("a",))), "two entries"),
         ((A, Series(name="s", steps=())), "no members"),
         ((A, Series(name="s", steps=("a", "x"))), "names 'x', which is none of a, s"),
-        ((A, Series(name="s", steps=("t",)), Series(name="t", steps=("a", "s"))), "circle: s > t > s"),
+        ((A, Series(name="s", steps=("t",)), Series(name="t", steps=("a", "s"))), "cycle: s > t > s"),
         ((A, B, Series(name="s", steps=("a",)), Parallel(name="p", steps=("a", "s"))), "two branches at once"),
         ((A, B, Loop(name="l", body="a", judge="b", rounds_max=0)), "at least 1"),
         ((A, B, Series(name="s", steps=("a",)), HandOff(name="h", agents=("b", "s"))), "agents only"),
@@ -185,7 +185,7 @@ def test_a_file_that_is_not_there_is_bad_input(tmp_path: Path) -> None:
 
 
 def test_the_cast_of_a_run_is_of_the_file_or_of_the_job(tmp_path: Path) -> None:
-    job = load_job("producers.stockroom")
+    job = load_job("replayground.producers.stockroom")
     assert agent_catalog_of(job, None) == AgentCatalog()
     assert agent_catalog_of(job, str(written(tmp_path, TOML))) == AgentCatalog.of(ENTRIES)
     with pytest.raises(BadInput, match="agent 'a': there is no tool 'telepathy'"):

@@ -7,18 +7,18 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from producers.attempt import AttemptWriter, close_unplayed
-from producers.chat import ChatFormat
-from producers.policy import PolicyFailed, Turn, TurnRequest
-from producers.turns import play
-from sandboxes.backends.scripted import ScriptedBackend
-from sandboxes.pool import Pool
-from sandboxes.protocol import SandboxFailed
-from sandboxes.tools.registry import toolset
-from sandboxes.workbench import Workbench
-from sandboxes.worlds.world import WORLD_TOOLS, World
-from schemas.errors import LogUnavailable
-from schemas.events import (
+from replayground.producers.attempt import AttemptWriter, close_unplayed
+from replayground.producers.chat import ChatFormat
+from replayground.producers.policy import PolicyFailed, Turn, TurnRequest
+from replayground.producers.turns import play
+from replayground.sandboxes.backends.scripted import ScriptedBackend
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.protocol import SandboxFailed
+from replayground.sandboxes.tools.registry import toolset
+from replayground.sandboxes.workbench import Workbench
+from replayground.sandboxes.worlds.world import WORLD_TOOLS, World
+from replayground.schemas.errors import LogUnavailable
+from replayground.schemas.events import (
     Event,
     Meta,
     RolloutEnded,
@@ -31,8 +31,8 @@ from schemas.events import (
     TurnGenerated,
     VersionSpan,
 )
-from schemas.ids import now_microseconds
-from schemas.packed import unpack_logprobs, unpack_tokens
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.packed import unpack_logprobs, unpack_tokens
 from tests.producers.field import RUN_ID, no_blobs, tokenizer_json
 
 PYTHON = '<tool_call>{"name": "python", "arguments": {"code": "5*9"}}</tool_call>'
@@ -121,6 +121,17 @@ async def played(
 def last(events: list[Event]) -> RolloutEnded:
     assert isinstance(events[-1], RolloutEnded)
     return events[-1]
+
+
+async def test_a_bug_that_an_agent_finds_is_no_excuse() -> None:
+    def broken(arguments: object) -> str:
+        raise RuntimeError("nobody thought of this")
+
+    end = last(await played(Scripted(PYTHON), python=broken))
+    assert (end.ended_by, end.reason) == (
+        "agent_error",
+        "its call cannot be made: RuntimeError: nobody thought of this",
+    )
 
 
 async def test_an_answered_rollout_message_by_message() -> None:

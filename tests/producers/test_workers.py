@@ -17,17 +17,17 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from producers.config import RolloutsSettings, SchedulerSettings
-from producers.scheduler import Plan
-from schemas.blobs import Blobs
-from schemas.errors import Rebalanced
-from schemas.events import Event, GroupCompleted, RolloutEnded, RolloutRequested, RolloutStarted
-from schemas.ids import now_microseconds
-from schemas.run import Run
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.log.connect import open_log
-from streams.log.kafka import KafkaLog
+from replayground.producers.config import RolloutsSettings, SchedulerSettings
+from replayground.producers.scheduler import Plan
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.errors import Rebalanced
+from replayground.schemas.events import Event, GroupCompleted, RolloutEnded, RolloutRequested, RolloutStarted
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.run import Run
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.kafka import KafkaLog
 from tests.flow.synthetic import groups
 from tests.producers.field import published
 from tests.producers.test_policy import GOOD

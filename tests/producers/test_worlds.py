@@ -7,15 +7,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from producers import worlds
-from producers.attempt import WORLD_BYTES_INLINE
-from producers.config import SchedulerSettings
-from producers.scheduler import Plan, _seed
-from producers.worlds import Worlds
-from schemas.events import Address, Event, RolloutRequested, RolloutStarted, TaskSubmitted
-from schemas.ids import now_microseconds
-from streams.log.memory import MemoryLog
-from streams.log.protocol import Delivery
+from replayground.producers import worlds
+from replayground.producers.attempt import WORLD_BYTES_INLINE
+from replayground.producers.config import SchedulerSettings
+from replayground.producers.scheduler import Plan, _seed
+from replayground.producers.worlds import Worlds
+from replayground.schemas.events import Address, Event, RolloutRequested, RolloutStarted, TaskSubmitted
+from replayground.schemas.ids import now_microseconds
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.protocol import Delivery
 from tests.producers.field import events_on, published
 from tests.producers.test_rollouts import Field, scripted
 from tests.producers.test_scheduler import tasks

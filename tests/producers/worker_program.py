@@ -6,13 +6,13 @@ import threading
 
 import msgspec
 
-from producers import rollouts
-from producers.config import RolloutsSettings
-from sandboxes.backends.scripted import ScriptedBackend
-from schemas.blobs import Blobs
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
-from streams.log.connect import open_log
+from replayground.producers import rollouts
+from replayground.producers.config import RolloutsSettings
+from replayground.sandboxes.backends.scripted import ScriptedBackend
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
 
 
 def main(run: Run, settings: RolloutsSettings) -> None:

@@ -28,7 +28,11 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     reported: str = REFUSED
     """What the agent's observation must match: a contained attempt is called by its name."""
     then: str | None = None
-    """Code that the next lease of the same sandbox runs; what it sees counts too."""
+    """Code that the next lease runs; what it sees counts too."""
+    beside: str | None = None
+    """Code that another sandbox runs meanwhile; what it sees counts too."""
+    is_reused: bool = False
+    """The next lease gets the same sandbox, as `leases_per_sandbox_max` allows; otherwise it gets a new one."""
     witness: str | None = None
     """Name of a check on the host (tests.sandboxes.escapes)."""
     is_endless: bool = False
@@ -709,20 +713,144 @@ attempt(look)""",
 ]
 
 
+# What one lease could tell another, or a later one, by what they share. `code` says it, `beside` or `then` looks for it.
+SHARED_FILES = '("/usr/bin/python3", "/usr/bin/id", "/dev/null", "/dev/zero")'
+PROBES = {
+    "watch": ("watch files of /usr by inotify, and see what others read", "libc.inotify_init()"),
+    "watch by dnotify": (
+        "the same by fcntl, which is older than inotify",
+        "libc.fcntl(os.open('/usr/bin', os.O_RDONLY), 1026, 1)",
+    ),
+    "lock": ("lock a file of /usr, which others try to lock", "libc.flock(os.open('/usr/bin/id', os.O_RDONLY), 2)"),
+    "lease of a file": (
+        "be told when somebody opens a file",
+        "libc.fcntl(os.open('/usr/bin/id', os.O_RDONLY), 1024, 0)",
+    ),
+    "open file lock": (
+        "lock by descriptor",
+        "libc.fcntl(os.open('/usr/bin/id', os.O_RDONLY), 37, ctypes.create_string_buffer(32))",
+    ),
+    "write hint": (
+        "leave a hint on an inode of /usr, where the kernel checks no rights",
+        "libc.fcntl(os.open('/usr/bin/id', os.O_RDONLY), 1036, ctypes.byref(ctypes.c_uint64(2)))",
+    ),
+    "drop pages": (
+        "drop pages of the cache, which the next lease finds missing",
+        "-libc.posix_fadvise(os.open('/usr/bin/id', os.O_RDONLY), 0, 0, 4)",
+    ),
+    "load pages": ("load pages of the cache", "libc.readahead(os.open('/usr/bin/id', os.O_RDONLY), 0, 4096)"),
+    "probe pages": (
+        "ask which pages of a file are in memory, without a clock",
+        "libc.preadv2(os.open('/usr/bin/python3', os.O_RDONLY), "
+        "(ctypes.c_long * 2)(ctypes.addressof(ctypes.create_string_buffer(8)), 8), 1, 0, 8)",
+    ),
+    "probe pages by mincore": (
+        "the same of a mapping",
+        "libc.mincore(ctypes.c_void_p(id(libc) & ~4095), 4096, ctypes.create_string_buffer(8))",
+    ),
+    "probe pages by cachestat": (
+        "the same by a new call",
+        "libc.syscall(451, os.open('/usr/bin/id', os.O_RDONLY), ctypes.create_string_buffer(16), "
+        "ctypes.create_string_buffer(40), 0)",
+    ),
+}
+MEMORY = [
+    *(
+        Attempt(name=name, tries=tries, code=f"attempt(lambda: checked({call}))", isolations=OF_THE_HOST_KERNEL)
+        for name, (tries, call) in PROBES.items()
+    ),
+    Attempt(
+        name="POSIX lock",
+        tries="lock shared files as SQLite does, for a neighbour to see",
+        code=f"""
+import fcntl
+held = []
+for path in {SHARED_FILES}:
+    try: descriptor = os.open(path, os.O_RDWR)
+    except OSError: descriptor = os.open(path, os.O_RDONLY)
+    held.append(descriptor)
+    kind = 1 if path.startswith("/dev") else 0
+    try: fcntl.fcntl(descriptor, fcntl.F_SETLK, struct.pack("hhqqi4x", kind, 0, 0, 0, 0))
+    except OSError: pass
+print("refused: nobody else sees it")""",
+        beside=f"""
+import fcntl
+def look():
+    seen = []
+    for path in {SHARED_FILES}:
+        answer = fcntl.fcntl(os.open(path, os.O_RDONLY), fcntl.F_GETLK, struct.pack("hhqqi4x", 1, 0, 0, 0, 0))
+        if struct.unpack("hhqqi4x", answer)[0] != 2: seen.append(path)
+    return seen or refuse("no lock is seen")
+attempt(look)""",
+    ),
+    Attempt(
+        name="numbers of processes",
+        tries="count the numbers of processes up, for the next lease to read",
+        code="""
+for _ in range(40):
+    pid = os.fork()
+    if pid == 0: os._exit(0)
+    os.waitpid(pid, 0)
+print("refused: at the end of the lease")""",
+        then="attempt(lambda: os.getpid() > 30 or refuse(f'they begin again: {os.getpid()}'))",
+    ),
+    Attempt(
+        name="numbers of inodes",
+        tries="count the numbers of inodes up, for the next lease to read",
+        code="""
+for number in range(2000):
+    open("/work/f", "w").close(); os.unlink("/work/f")
+print("refused: at the end of the lease")""",
+        then="""
+def look():
+    open("/work/f", "w").close()
+    return os.stat("/work/f").st_ino > 1000 or refuse("they begin again")
+attempt(look)""",
+    ),
+    Attempt(
+        name="names of the host",
+        tries="read the worker's pid and paths of the host in the names of cgroups and mounts",
+        code="""
+def look():
+    shown = open("/proc/self/cgroup").read() + open("/proc/self/mountinfo").read()
+    words = set(__import__("re").split("[^0-9a-zA-Z]", shown))
+    return "$host_pid" in words or "$canary_folder" in shown or refuse("they tell nothing")
+attempt(look)""",
+    ),
+]
+
+
 REWARD = [
     Attempt(
         name="forged infra error",
         tries="claim that the sandbox failed, so that the attempt does not count",
         code=r"""
 answer = struct.pack(">BQ", 3, 1) + b"x"
-os.write(3, struct.pack(">I", len(answer)) + answer); time.sleep(0.1)""",
+frame = sys._getframe()
+while "tag" not in frame.f_locals: frame = frame.f_back
+os.write(3, struct.pack(">Q16sI", frame.f_locals["number"], frame.f_locals["tag"], len(answer)) + answer)
+time.sleep(0.1)""",
         reported=r"error: the session gave no readable answer",
+        witness="agents_error",
+    ),
+    Attempt(
+        name="forged frame",
+        tries="have the next call answered by what is written now",
+        code=r"""
+answer = struct.pack(">BQ", 0, 6) + b"forged"
+os.write(3, struct.pack(">Q16sI", 2, bytes(16), len(answer)) + answer)""",
+        reported=r"something other than a tool wrote to its socket",
         witness="agents_error",
     ),
     Attempt(
         name="forged length",
         tries="announce an answer of four gigabytes",
-        code=r'os.write(3, b"\xff\xff\xff\xff"); time.sleep(0.1)',
+        code="""
+frame = sys._getframe()
+while "tag" not in frame.f_locals: frame = frame.f_back
+os.write(3, struct.pack(">Q16sI", frame.f_locals["number"], frame.f_locals["tag"], 0xffffffff))
+time.sleep(0.1)
+""",
         reported=r"it answered with 4294967295 bytes",
         witness="agents_error",
     ),
@@ -806,7 +934,8 @@ ATTEMPTS: tuple[Attempt, ...] = (
     *NETWORK,
     *COLLECTION,
     *EXHAUSTION,
-    *LEFTOVERS,
+    *(msgspec.structs.replace(attempt, is_reused=True) for attempt in LEFTOVERS),
+    *MEMORY,
     *REWARD,
     *WORLD,
 )

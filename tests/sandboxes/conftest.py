@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from sandboxes.backends import open_backend
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.channel import RunnerSandbox
-from sandboxes.libraries import LIBRARIES
-from sandboxes.limits import MEBIBYTE, Limits
-from sandboxes.protocol import Sandbox, ToolResult
-from sandboxes.tools.registry import SHIPPED
-from sandboxes.tools.schema import complaint
-from sandboxes.worlds.world import WORLD_TOOLS
+from replayground.sandboxes.backends import open_backend
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.channel import RunnerSandbox
+from replayground.sandboxes.libraries import LIBRARIES
+from replayground.sandboxes.limits import MEBIBYTE, Limits
+from replayground.sandboxes.protocol import Sandbox, ToolResult
+from replayground.sandboxes.tools.registry import SHIPPED
+from replayground.sandboxes.tools.schema import complaint
+from replayground.sandboxes.worlds.world import WORLD_TOOLS
 
 LIMITS = Limits(
     cpu_seconds=3,

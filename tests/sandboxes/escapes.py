@@ -22,19 +22,20 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import msgspec
 
-from sandboxes.backends import lacking, open_backend
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.cgroups import descendants
-from sandboxes.backends.enclosed import EnclosedBackend, EnclosedProcesses
-from sandboxes.backends.gvisor import GvisorBackend
-from sandboxes.limits import MEBIBYTE
-from sandboxes.pool import Pool
-from sandboxes.protocol import Backend, Sandbox, SandboxFailed, ToolResult
-from sandboxes.tools.registry import SHIPPED
-from sandboxes.worlds.world import WORLD_TOOLS, Table, World, set_up_world
+from replayground.sandboxes.backends import lacking, open_backend
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.cgroups import descendants, group_prefix
+from replayground.sandboxes.backends.enclosed import EnclosedBackend, EnclosedProcesses
+from replayground.sandboxes.backends.gvisor import GvisorBackend
+from replayground.sandboxes.limits import MEBIBYTE, Limits
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.protocol import Backend, Sandbox, SandboxFailed, ToolResult
+from replayground.sandboxes.tools.registry import SHIPPED
+from replayground.sandboxes.worlds.world import WORLD_TOOLS, Table, World, set_up_world
 from tests.sandboxes.attempts import ATTEMPTS, EVERYWHERE, PRELUDE, Attempt
 from tests.sandboxes.conftest import LIMITS as TIGHT_LIMITS
 
@@ -42,6 +43,7 @@ FIRST_UID = 1_000_000 + 16 * os.getpid()  # nobody else on this machine has thes
 LIMITS = msgspec.structs.replace(TIGHT_LIMITS, cpu_seconds=5, call_timeout_seconds=60.0)
 BRIEF = msgspec.structs.replace(LIMITS, call_timeout_seconds=2.0)
 """For attempts that never end by themselves."""
+type Place = Literal["ordinary", "endless", "reused"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -81,7 +83,7 @@ async def show(attempts: list[Attempt], isolations: list[str]) -> int:
         async with guarded_host() as host:
             async with pools(isolation) as field:
                 for attempt in (attempt for attempt in attempts if isolation in attempt.isolations):
-                    verdict = await judged(field[attempt.is_endless], attempt, host)
+                    verdict = await judged(field[place_of(attempt)], attempt, host)
                     verdicts.append(verdict)
                     print(f"{isolation:<11} {attempt.name:<29} {verdict.word}: {verdict.text}", flush=True)
             found = await host.complaints()
@@ -96,17 +98,34 @@ async def show(attempts: list[Attempt], isolations: list[str]) -> int:
 
 
 @contextlib.asynccontextmanager
-async def pools(isolation: str) -> AsyncIterator[dict[bool, Pool]]:
-    """Of one sandbox each: for attempts that end, and for those that do not. Nothing is left of them afterwards."""
-    backends = [
-        open_backend(isolation, SHIPPED | WORLD_TOOLS, limits, first_uid=FIRST_UID + number)
-        for number, limits in enumerate((LIMITS, BRIEF))
-    ]
-    patient, brief = (Pool(backend, size=1, warm=0) for backend in backends)
-    async with patient, brief:
-        yield {False: patient, True: brief}
-    for backend in backends:
+async def pools(isolation: str) -> AsyncIterator["dict[Place, Pool]"]:
+    """Of one slot each, by what the attempts in it need. Nothing is left of them afterwards."""
+    kinds: dict[Place, tuple[Limits, int | None]] = {
+        "ordinary": (LIMITS, None),
+        "endless": (BRIEF, None),
+        "reused": (LIMITS, 200),
+    }
+    backends = {
+        place: open_backend(
+            isolation,
+            SHIPPED | WORLD_TOOLS,
+            limits,
+            first_uid=FIRST_UID + 4 * number,
+            # gVisor cannot be reused without leaving some things behind, as its docstring says.
+            leases_per_sandbox_max=leases if isolation == "bubblewrap" else None,
+        )
+        for number, (place, (limits, leases)) in enumerate(kinds.items())
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        yield {
+            place: await stack.enter_async_context(Pool(backend, size=1, warm=0)) for place, backend in backends.items()
+        }
+    for backend in backends.values():
         forget(backend)
+
+
+def place_of(attempt: Attempt) -> Place:
+    return "endless" if attempt.is_endless else "reused" if attempt.is_reused else "ordinary"
 
 
 async def judged(pool: Pool, attempt: Attempt, host: "Host") -> Verdict:
@@ -119,6 +138,10 @@ async def judged(pool: Pool, attempt: Attempt, host: "Host") -> Verdict:
                 await host.set_up_world(await place.sandbox(apart=True))
             result = await sandbox.call("python", {"code": host.filled(attempt.code, sandbox.isolation)}, "attempt")
             gains += claimed(result)
+            if attempt.beside is not None:
+                gains += await seen_beside(pool, host.filled(attempt.beside, sandbox.isolation))
+            # Without a limit that was exceeded: the agent has brought down the runner itself.
+            gains += re.findall("the sandbox has ended: it (?:ended|did not answer in time)", result.content)
             if attempt.has_world:
                 gains += await host.changes_of_world(await place.sandbox(apart=True))
             if attempt.witness is not None:
@@ -136,6 +159,17 @@ async def judged(pool: Pool, attempt: Attempt, host: "Host") -> Verdict:
     return Verdict(
         attempt, False, reported is not None, first_line(result.content[reported.start() if reported else 0 :])
     )
+
+
+async def seen_beside(pool: Pool, code: str) -> list[str]:
+    """What another sandbox sees while the lease goes on."""
+    # The slot of the pool has the numbers 0 and 1.
+    neighbour = await pool.backend.open(2 * pool.size)
+    try:
+        seen = await neighbour.call("python", {"code": code}, "beside")
+    finally:
+        await neighbour.close()
+    return claimed(seen) or ([] if "refused:" in seen.content else [f"the neighbour: {seen.content}"])
 
 
 def claimed(result: ToolResult) -> list[str]:
@@ -166,11 +200,20 @@ class Host:
         self._folder = folder
         self._before = self._looks()
 
-    def filled(self, code: str, isolation: str) -> str:
-        """The attempt's code with what it needs to know of this host."""
+    def secrets(self) -> dict[str, str]:
+        """What no code inside can know: by name."""
+        return {
+            "the host's secret": self._secret,
+            "the reference answer": self._reference_answer,
+            "the world's secret": self._world_secret,
+        }
+
+    def filled(self, code: str, isolation: str, with_secrets: bool = True) -> str:
+        """The attempt's code with what it needs to know of this host; without secrets, whoever shows one found it."""
         ports = {f"{name}_port": str(self._listeners[name].getsockname()[1]) for name in PORTS}
         known = {
             "canary_file": str(self._canary),
+            "canary_folder": str(self._folder),
             "canary_secret": self._secret[:8] + '" "' + self._secret[8:],  # joined only when it runs
             "reference_answer": self._reference_answer[:8] + '" b"' + self._reference_answer[8:],
             "world_secret": f"{self._world_secret[:8]}[{self._world_secret[8]}]{self._world_secret[9:]}",  # a pattern
@@ -180,7 +223,9 @@ class Host:
             "socket_file": str(self._folder / "socket"),
             "isolation": isolation,
         }
-        return PRELUDE + string.Template(code).substitute(known | ports)
+        if not with_secrets:
+            known |= dict.fromkeys(("canary_secret", "reference_answer", "world_secret"), "unknown")
+        return PRELUDE + string.Template(code).safe_substitute(known | ports)
 
     def connections(self) -> list[str]:
         """Names of the listeners that somebody has reached since this was last asked."""
@@ -217,7 +262,7 @@ class Host:
             "processes": {str(pid) for pid in descendants(os.getpid())} | owners,
             "mounts": mounts,
             "files": {str(path) for path in Path(tempfile.gettempdir()).glob(f"replayground-gvisor-{os.getpid()}-*")},
-            "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/replayground-{os.getpid()}-*")},
+            "cgroups": {str(path) for path in Path("/sys/fs/cgroup").glob(f"**/{group_prefix(os.getpid())}*")},
         }
 
 

@@ -1,6 +1,7 @@
 """A real MCP server, by the official package, for the tests: `mcp_server.py stdio` or `mcp_server.py PORT`."""
 
 import base64
+import fcntl
 import os
 import socket
 import sys
@@ -75,6 +76,8 @@ def look_around(port: int) -> dict[str, object]:
         network = "reached"
     except OSError as error:
         network = type(error).__name__
+    # Libraries of servers lock their caches so.
+    fcntl.flock(os.open("/tmp/lock", os.O_CREAT | os.O_WRONLY), fcntl.LOCK_EX)
     return {
         "root": sorted(os.listdir("/")),
         "environment": sorted(os.environ),

@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
-from sandboxes.outside.contract import Provider
-from sandboxes.pool import Pool
-from sandboxes.tools.tool import Tool
-from sandboxes.workbench import Observation, Workbench
-from sandboxes.worlds.world import World
+from replayground.sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
+from replayground.sandboxes.outside.contract import Provider
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.tools.tool import Tool
+from replayground.sandboxes.workbench import Observation, Workbench
+from replayground.sandboxes.worlds.world import World
 
 
 class Rollout:

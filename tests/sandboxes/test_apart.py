@@ -5,14 +5,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sandboxes.backends import lacking, open_backend
-from sandboxes.backends.scripted import ScriptedBackend
-from sandboxes.pool import Pool
-from sandboxes.protocol import SandboxFailed
-from sandboxes.tools.registry import SHIPPED, toolset
-from sandboxes.tools.tool import tool
-from sandboxes.workbench import Workbench
-from sandboxes.worlds.world import WORLD_TOOLS, Table, World
+from replayground.sandboxes.backends import lacking, open_backend
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.scripted import ScriptedBackend
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.protocol import SandboxFailed
+from replayground.sandboxes.tools.registry import SHIPPED, toolset
+from replayground.sandboxes.tools.tool import tool
+from replayground.sandboxes.workbench import Workbench
+from replayground.sandboxes.worlds.world import WORLD_TOOLS, Table, World
 from tests.sandboxes.conftest import LIMITS
 
 WORLD = World(
@@ -149,3 +150,70 @@ async def test_nothing_opens_apart_once_the_lease_ran_out() -> None:
         await asyncio.sleep(0.01)
         with pytest.raises(SandboxFailed, match="run out"):
             await place.sandbox(apart=True)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "create temp table items as select 'panel' as name, 'forged' as price",
+        "create temp view items as select 'panel' as name, 'forged' as price",
+        "pragma hard_heap_limit = 1",
+        "select * from pragma_hard_heap_limit(1)",
+        "select count(*) from pragma_hard_heap_limit(1)",
+        "pragma writable_schema = 1",
+        "select fts3_tokenizer('simple', x'4141414141414141')",
+        "select hex(fts3_tokenizer('simple'))",
+        "select * from fts3tokenize where input = 'a'",
+        "select count(*) from dbstat",
+        "select load_extension('/work/x.so')",
+        "attach ':memory:' as other",
+        "vacuum into '/work/other.sqlite'",
+        "select sqlite_compileoption_get(1)",
+        "select randomblob(100000000)",
+        "begin",
+    ],
+)
+async def test_sql_does_nothing_but_select(bench: Workbench, query: str) -> None:
+    refused = await bench.call("sql", {"query": query})
+    assert (refused.error_kind, "only SELECT is possible" in refused.content) == ("agent", True)
+    assert await answers(bench) == SECRETS
+
+
+@pytest.mark.parametrize(
+    ("query", "content"),
+    [
+        ("select count(*) from items", "1"),
+        ("with found as (select * from items) select count(*) from found", "1"),
+        ("select value from json_each('[1, 2]')", "1\n2"),
+        ("select name from pragma_table_info('items')", "name\nprice"),
+        ("select name from sqlite_master", "items"),
+        ("select upper(name) || printf('%03d', 7) from items where name like 'p%'", "PANEL007"),
+        ("select rank() over (order by price) from items", "1"),
+    ],
+)
+async def test_sql_selects_as_sqlite_does(bench: Workbench, query: str, content: str) -> None:
+    assert (await bench.call("sql", {"query": query})).content == content
+
+
+async def test_code_and_constants_of_tools_apart_are_not_in_the_agents_sandbox() -> None:
+    @tool(apart=True)
+    def oracle(question: str) -> str:
+        """Answer."""
+        return APART_CONSTANT
+
+    known = SHIPPED | WORLD_TOOLS | {oracle.name: oracle}
+    backend = BubblewrapBackend(known, LIMITS, first_uid=332_000)
+    async with (
+        Pool(backend, size=1) as pool,
+        Workbench(pool, {"oracle": oracle, "python": SHIPPED["python"]}, seed=1, owner="test") as bench,
+    ):
+        assert (await bench.call("oracle", {"question": "?"})).content == APART_CONSTANT
+        look = LOOK_AROUND.replace(f"{SECRETS[0][:5]}[-]{SECRETS[0][6:]}", "constant[-]71730455")
+        assert (await bench.call("python", {"code": look})).content == "[]"
+        defined = (
+            "import gc; sorted(n for o in gc.get_objects() if isinstance(o, dict) for n in ('sql', 'kv') if n in o)"
+        )
+        assert (await bench.call("python", {"code": defined})).content == "[]"
+
+
+APART_CONSTANT = "constant-71730455"

@@ -2,25 +2,28 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import psutil
 import pytest
 from playwright.async_api import Error as PlaywrightError
 
-from sandboxes.backends.scripted import ScriptedBackend
-from sandboxes.outside.browser import Browser, BrowserSession
-from sandboxes.outside.config import MEBIBYTE, BrowserSettings
-from sandboxes.outside.contract import OutsideFailed, RolloutHandle
-from sandboxes.outside.page_proxy import fits_entry, safe_address
-from sandboxes.pool import Pool
-from sandboxes.protocol import SandboxUnavailable
-from sandboxes.tools.tool import ToolError
-from sandboxes.workbench import Observation, Workbench
-from sandboxes.worlds.perturbations import Rule
-from sandboxes.worlds.world import World
+from replayground.sandboxes.backends.scripted import ScriptedBackend
+from replayground.sandboxes.outside.browser import Browser, BrowserSession
+from replayground.sandboxes.outside.config import MEBIBYTE, BrowserSettings
+from replayground.sandboxes.outside.contract import OutsideFailed, RolloutHandle
+from replayground.sandboxes.outside.page_proxy import PageProxy, fits_entry, is_elsewhere, is_own, safe_address
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.protocol import SandboxUnavailable
+from replayground.sandboxes.tools.tool import ToolError
+from replayground.sandboxes.workbench import Observation, Workbench
+from replayground.sandboxes.worlds.perturbations import Rule
+from replayground.sandboxes.worlds.world import World
+from tests.sandboxes.escapes import own_address
 
 pytestmark = pytest.mark.skipif(
     shutil.which("chromium") is None or shutil.which("bwrap") is None, reason="chromium or bubblewrap is not installed"
@@ -413,3 +416,52 @@ async def test_a_name_that_leads_to_this_machine_is_refused() -> None:
     with pytest.raises(ConnectionRefusedError, match="not on the internet"):
         await safe_address("localhost", 80)
     assert await safe_address("127.0.0.1", 80) == "127.0.0.1"  # whoever lists the address itself means it
+
+
+@pytest.mark.parametrize(
+    ("address", "is_reachable"),
+    [
+        ("93.184.215.14", True),
+        ("2606:2800:21f:cb07:6820:80da:af6b:8b2c", True),
+        ("64:ff9b::5db8:d70e", True),  # 93.184.215.14 behind NAT64, which a machine without IPv4 needs
+        ("64:ff9b::7f00:1", False),  # 127.0.0.1
+        ("64:ff9b::a9fe:a9fe", False),  # 169.254.169.254
+        ("2002:7f00:1::", False),
+        ("2002:a00:1::1", False),  # 10.0.0.1
+        ("::ffff:127.0.0.1", False),
+        ("2001:0:7f00:1::", False),
+        ("10.0.0.1", False),
+        ("::1", False),
+    ],
+)
+def test_gateways_lead_nowhere_private(address: str, is_reachable: bool) -> None:
+    assert is_elsewhere(ipaddress.ip_address(address)) == is_reachable
+
+
+def test_own_addresses_are_known() -> None:
+    """By the route and not by what the address looks like: a cloud machine may have a public one."""
+    assert is_own(ipaddress.ip_address("127.0.0.1"))
+    assert is_own(ipaddress.ip_address(own_address()))
+    assert not is_own(ipaddress.ip_address("192.0.2.1"))
+
+
+async def test_who_has_sent_all_still_gets_the_answer(tmp_path: Path) -> None:
+    """A half-closed connection through the tunnel: the answer comes only after the end of the request."""
+
+    async def answer_at_the_end(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"you said " + await reader.read())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer_at_the_end, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        proxy = PageProxy((f"127.0.0.1:{port}",))
+        await proxy.start(str(tmp_path / "proxy"))
+        reader, writer = await asyncio.open_unix_connection(str(tmp_path / "proxy"))
+        writer.write(f"{proxy.register({})}\nCONNECT 127.0.0.1:{port} HTTP/1.1\r\n\r\n".encode())
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"everything")
+        writer.write_eof()
+        assert await reader.read() == b"you said everything"
+        writer.close()
+        await proxy.close()

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sandboxes import machine
-from sandboxes.backends import ISOLATIONS, bubblewrap, channel, enclosed, lacking, open_backend
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.channel import RunnerSandbox
-from sandboxes.backends.scripted import ScriptedBackend
-from sandboxes.limits import Limits
-from sandboxes.protocol import Backend, Sandbox, SandboxFailed, SandboxUnavailable
-from sandboxes.tools.registry import SHIPPED
+from replayground.sandboxes import machine
+from replayground.sandboxes.backends import ISOLATIONS, bubblewrap, channel, enclosed, lacking, open_backend
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.channel import RunnerSandbox
+from replayground.sandboxes.backends.scripted import ScriptedBackend
+from replayground.sandboxes.limits import Limits
+from replayground.sandboxes.protocol import Backend, Sandbox, SandboxFailed, SandboxUnavailable
+from replayground.sandboxes.tools.registry import SHIPPED
 
 COUNT = "import os; open('n', 'a').write('x'); os.stat('n').st_size"
 
@@ -127,13 +127,23 @@ async def test_runner_that_dies_is_an_infra_failure() -> None:
     await sandbox.close()
 
 
-async def test_runner_that_does_not_answer_is_an_infra_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_runner_that_does_not_answer_is_an_infra_failure_while_no_code_has_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(channel, "GRACE_SECONDS", 0.1)
     backend = BubblewrapBackend(SHIPPED, Limits(call_timeout_seconds=0.1), first_uid=305_000)
-    backend.runner_source = backend.runner_source.replace('header["timeout_seconds"]', "3600.0")
+    backend.runner_source = backend.runner_source.replace('header["timeout_seconds"]', "3600.0").replace(
+        'read_file(header["path"], self.limits["disk_bytes_max"])', "time.sleep(3600)"
+    )
     sandbox = await backend.open(0)
     with pytest.raises(SandboxFailed, match="did not answer in time"):
-        await sandbox.call("python", {"code": "while True: pass"}, "a")
+        await sandbox.get("a")
+    await sandbox.close()
+    sandbox = await backend.open(0)
+    result = await sandbox.call("python", {"code": "while True: pass"}, "a")
+    assert (result.error_kind, result.content) == ("agent", "error: the sandbox has ended: it did not answer in time")
+    with pytest.raises(OSError, match="the sandbox has ended: it did not answer in time"):
+        await sandbox.get("a")
     await sandbox.close()
 
 

@@ -11,15 +11,15 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.outside import calls
-from sandboxes.outside.config import EndpointSettings
-from sandboxes.outside.contract import OutsideFailed
-from sandboxes.outside.endpoints import ModelEndpoint, SpeechSession, VisionSession, audio_type, image_type
-from sandboxes.pool import Pool
-from sandboxes.tools.registry import SHIPPED, toolset
-from sandboxes.workbench import Workbench
-from sandboxes.worlds.world import WORLD_TOOLS
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.outside import calls
+from replayground.sandboxes.outside.config import EndpointSettings
+from replayground.sandboxes.outside.contract import OutsideFailed
+from replayground.sandboxes.outside.endpoints import ModelEndpoint, SpeechSession, VisionSession, audio_type, image_type
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.tools.registry import SHIPPED, toolset
+from replayground.sandboxes.workbench import Workbench
+from replayground.sandboxes.worlds.world import WORLD_TOOLS
 from tests.sandboxes.outside_rollout import http_server, rollout_of
 
 
@@ -174,7 +174,7 @@ async def test_no_server_is_an_infra_error() -> None:
     async with rollout_of(endpoint) as rollout:
         await rollout.call("ask_image", path="red.png", question="?")
         await rollout.sandboxes[0].put("red.png", picture())
-        with pytest.raises(OutsideFailed, match="cannot be asked"):
+        with pytest.raises(OutsideFailed, match="cannot be reached"):
             await rollout.call("ask_image", path="red.png", question="?")
     await endpoint.close()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.limits import MEBIBYTE
-from sandboxes.outside.jail import Jail, jail_cgroup_root
+from replayground.sandboxes.limits import MEBIBYTE
+from replayground.sandboxes.outside.jail import Jail, jail_cgroup_root
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

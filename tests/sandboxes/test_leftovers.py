@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.backends.channel import RunnerSandbox
-from sandboxes.backends.enclosed import EnclosedProcesses
+from replayground.sandboxes.backends.channel import RunnerSandbox
+from replayground.sandboxes.backends.enclosed import EnclosedProcesses
 from tests.sandboxes.conftest import Run
 
 

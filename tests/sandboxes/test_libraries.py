@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.pool import Pool
-from sandboxes.protocol import SandboxUnavailable
-from sandboxes.tools.registry import SHIPPED, toolset
-from sandboxes.workbench import Workbench
-from sandboxes.worlds.world import WORLD_TOOLS, Binary, World, world_from_json
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.protocol import SandboxUnavailable
+from replayground.sandboxes.tools.registry import SHIPPED, toolset
+from replayground.sandboxes.workbench import Workbench
+from replayground.sandboxes.worlds.world import WORLD_TOOLS, Binary, World, world_from_json
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def libraries(tmp_path: Path) -> Path:
 
 
 async def test_session_imports_libraries_and_cannot_change_them(libraries: Path) -> None:
-    sandbox = await BubblewrapBackend(SHIPPED, first_uid=309_000, libraries=libraries).open(0)
+    sandbox = await BubblewrapBackend(SHIPPED, leases_per_sandbox_max=2, first_uid=309_000, libraries=libraries).open(0)
     try:
         assert (await sandbox.call("python", {"code": "import abacus; abacus.add(2, 3)"}, "a")).content == "5"
         change = "open('/opt/libraries/abacus/__init__.py', 'a')"

@@ -2,10 +2,10 @@
 
 import pytest
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.channel import RunnerSandbox
-from sandboxes.limits import Limits
-from sandboxes.tools.registry import SHIPPED
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.channel import RunnerSandbox
+from replayground.sandboxes.limits import Limits
+from replayground.sandboxes.tools.registry import SHIPPED
 from tests.sandboxes.conftest import LIMITS, Run
 
 

@@ -3,20 +3,27 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
+import stat
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 
-from deploy.local.ports import choose_ports
-from sandboxes.outside import calls
-from sandboxes.outside.config import McpSettings
-from sandboxes.outside.contract import OutsideFailed
-from sandboxes.outside.mcp import McpServer, schema_complaint
+from replayground.deploy.local.ports import choose_ports
+from replayground.sandboxes.outside import calls
+from replayground.sandboxes.outside.complaints import Complaints
+from replayground.sandboxes.outside.config import McpSettings
+from replayground.sandboxes.outside.contract import OutsideFailed
+from replayground.sandboxes.outside.mcp import McpServer
+from replayground.sandboxes.outside.schema_check import schema_complaint
+from replayground.sandboxes.outside.schema_process import SchemaProcess
+from replayground.sandboxes.tools.tool import ToolError
 from tests.sandboxes.outside_rollout import Rollout, rollout_of
 
 SERVER = Path(__file__).with_name("mcp_server.py")
@@ -53,10 +60,11 @@ class HttpServer:
 
 
 @pytest.fixture(scope="module")
-async def by_stdio() -> McpServer:
+async def by_stdio() -> AsyncIterator[McpServer]:
     server = McpServer("shop", BY_STDIO)
     await server.start()
-    return server
+    yield server
+    await server.close()
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +74,7 @@ async def by_http() -> AsyncIterator[McpServer]:
     server = McpServer("shop", McpSettings(url=f"http://127.0.0.1:{process.port}/mcp"))
     await server.start()
     yield server
+    await server.close()
     await process.stop()
 
 
@@ -154,8 +163,11 @@ async def test_a_server_that_is_late_or_dies(by_stdio: McpServer, only_own_child
         assert await rollout.text("shop_add", a=1, b=1) == "2"
         waited = await rollout.call("shop_wait", seconds=5)
         assert (waited.error_kind, waited.content) == ("tool", "error: shop_wait did not answer within 0.5 s")
-        with pytest.raises(OutsideFailed, match="the MCP server shop is gone"):
-            await rollout.call("shop_die")
+        # The agent's call ended it: were that an infra error, the agent could have any attempt played again.
+        died = await rollout.call("shop_die")
+        assert died.error_kind == "tool"
+        assert died.content.startswith("error: the MCP server shop is gone")
+        assert await rollout.text("shop_add", a=1, b=1) == "2"
 
 
 async def test_an_http_server_that_dies_is_an_infra_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +184,7 @@ async def test_an_http_server_that_dies_is_an_infra_error(monkeypatch: pytest.Mo
     with pytest.raises(OutsideFailed, match="the MCP server shop failed"):
         async with rollout_of(server) as rollout:
             await rollout.call("shop_add", a=1, b=1)
+    await server.close()
 
 
 async def test_a_server_that_does_not_start_says_why() -> None:
@@ -203,6 +216,90 @@ def test_a_schema_cannot_make_us_fetch(impatient: None) -> None:
         assert schema_complaint(schema, {"a": 1}) is None
         with pytest.raises(BlockingIOError):
             listener.accept()
+
+
+SLOW_SCHEMAS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "pattern": ({"properties": {"a": {"pattern": "^(a|a)*$"}}}, {"a": "a" * 40 + "!"}),
+    "patternProperties": ({"patternProperties": {"^(a|a)*$": {}}, "additionalProperties": False}, {"a" * 40 + "!": 1}),
+    "uniqueItems": (
+        {"properties": {"a": {"uniqueItems": True}}},
+        {"a": [[n, str(n)] if n % 2 else {"n": n} for n in range(50_000)]},
+    ),
+}
+
+
+@pytest.mark.parametrize("keyword", SLOW_SCHEMAS)
+async def test_a_schema_that_takes_years_costs_the_agent_its_call_and_nobody_else(keyword: str) -> None:
+    """The event loop goes on, and so does the next check."""
+    process = SchemaProcess()
+    schema, arguments = SLOW_SCHEMAS[keyword]
+    turns_of_the_loop = 0
+
+    async def count() -> None:
+        nonlocal turns_of_the_loop
+        while True:
+            turns_of_the_loop += 1
+            await asyncio.sleep(0.01)
+
+    counting = asyncio.create_task(count())
+    try:
+        with pytest.raises(ToolError, match="take too long to check"):
+            await process.complaint({"type": "object", **schema}, arguments)
+        assert turns_of_the_loop > 3
+        assert await process.complaint({"type": "object", "required": ["b"]}, {}) == (
+            "the arguments do not fit: 'b' is a required property"
+        )
+    finally:
+        counting.cancel()
+        await process.close()
+
+
+async def test_arguments_nested_without_end_are_the_agents_error() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    tree = {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}}
+    process = SchemaProcess()
+    try:
+        for depth in (500, 5_000):
+            nested: list[Any] = []
+            for _ in range(depth):
+                nested = [nested]
+            refusal = await process.complaint({"type": "object", "properties": {"a": tree}}, {"a": nested})
+            assert refusal is None or "nested too deeply" in refusal
+        assert "nested too deeply" in str(await process.complaint({"type": "object"}, {"a": deep}))
+    finally:
+        await process.close()
+        while deep:  # Python frees deep lists by recursion
+            (deep,) = deep
+
+
+async def test_a_server_that_complains_without_end_fills_no_disk(only_own_children: None) -> None:
+    loud = f"yes 'I complain' >&2 & exec {sys.executable} {SERVER} stdio"
+    server = McpServer("shop", msgspec.structs.replace(BY_STDIO, command=("/bin/sh", "-c", loud)))
+    await server.start()
+    async with rollout_of(server) as rollout:
+        assert await rollout.text("shop_add", a=2, b=40) == "42"
+        files = [os.stat(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if is_open(name)]
+        assert max(status.st_size for status in files if stat.S_ISREG(status.st_mode)) < 10 * 1024 * 1024
+        died = await rollout.call("shop_die")
+        assert died.error_kind == "tool"
+        assert "the MCP server shop is gone" in died.content
+    await server.close()
+
+
+def is_open(name: str) -> bool:
+    return os.path.exists(f"/proc/self/fd/{name}")
+
+
+async def test_the_end_of_the_complaints_is_kept() -> None:
+    complaints = Complaints()
+    process = await asyncio.create_subprocess_exec(
+        *("/bin/sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x; echo; echo the reason"), stdout=complaints.file
+    )
+    await process.wait()
+    assert complaints.text(13) == "x\nthe reason"
+    complaints.close()
 
 
 def test_settings_name_one_way_to_the_server() -> None:

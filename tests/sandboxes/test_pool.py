@@ -5,11 +5,11 @@ from typing import cast
 
 import pytest
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.channel import RunnerSandbox
-from sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
-from sandboxes.pool import Pool
-from sandboxes.protocol import Sandbox, SandboxFailed
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.channel import RunnerSandbox
+from replayground.sandboxes.backends.scripted import ScriptedBackend, ScriptedSandbox
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.protocol import Sandbox, SandboxFailed
 from tests.sandboxes.test_contract import kill_and_wait
 
 
@@ -99,11 +99,11 @@ async def test_dirty_sandbox_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_open_that_fails_frees_its_slot() -> None:
     class Broken(ScriptedBackend):
-        async def open(self, slot: int) -> ScriptedSandbox:
+        async def open(self, slot: int, apart: bool = False) -> ScriptedSandbox:
             if not self.opened:
                 self.opened.append(ScriptedSandbox({}))
                 raise SandboxFailed("not today")
-            return await super().open(slot)
+            return await super().open(slot, apart)
 
     async with Pool(Broken({}), size=1, warm=0) as pool:
         with pytest.raises(SandboxFailed, match="not today"):
@@ -128,6 +128,69 @@ async def test_closed_pool_refuses_waiters() -> None:
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(result) for result in results] == [SandboxFailed] * 3
     await pool.close()
+
+
+class SlowToOpen(ScriptedBackend):
+    """Opens a sandbox only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__({"echo": lambda arguments: "x"})
+        self.is_opening, self.may_open = asyncio.Event(), asyncio.Event()
+
+    async def open(self, slot: int, apart: bool = False) -> ScriptedSandbox:
+        self.is_opening.set()
+        await self.may_open.wait()
+        return await super().open(slot, apart)
+
+
+async def test_sandbox_that_opens_after_the_pool_was_closed_is_closed() -> None:
+    backend = SlowToOpen()
+    pool = Pool(backend, size=1, warm=0)
+
+    async def visit() -> None:
+        async with pool.lease(owner="a", seconds=60):
+            pass
+
+    visiting = asyncio.create_task(visit())
+    await backend.is_opening.wait()
+    await pool.close()
+    backend.may_open.set()
+    with pytest.raises(SandboxFailed, match="the pool is closed"):
+        await visiting
+    assert [sandbox.closed for sandbox in backend.opened] == [True]
+
+
+async def test_lease_that_expires_while_it_opens_hands_out_nothing() -> None:
+    backend = SlowToOpen()
+    async with Pool(backend, size=1, warm=0) as pool, pool.reserve(owner="a", seconds=60) as lease:
+        opening = asyncio.create_task(lease.sandbox())
+        await backend.is_opening.wait()
+        lease.expire()
+        backend.may_open.set()
+        with pytest.raises(SandboxFailed, match="the lease has run out"):
+            await opening
+        assert [sandbox.closed for sandbox in backend.opened] == [True]
+
+
+async def test_an_error_with_one_sandbox_does_not_leave_the_other_unclean(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ScriptedBackend({})
+    resets: list[ScriptedSandbox] = []
+
+    async def reset(sandbox: ScriptedSandbox) -> bool:
+        resets.append(sandbox)
+        if sandbox is backend.opened[0]:
+            raise OSError("no more descriptors")
+        return True
+
+    monkeypatch.setattr(ScriptedSandbox, "reset", reset)
+    async with Pool(backend, size=1, warm=0) as pool:
+        async with pool.reserve(owner="a", seconds=60) as lease:
+            await lease.sandbox()
+            await lease.sandbox(apart=True)
+        await pool.settle()
+        assert resets == backend.opened
+        assert backend.opened[0].closed
+        assert pool.open == [backend.opened[1]]
 
 
 async def test_real_sandbox_that_dies_is_replaced(backend: BubblewrapBackend) -> None:

@@ -1,7 +1,9 @@
 """The launcher: its end is the end of its sandboxes, and never the end of the backend."""
 
 import asyncio
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,20 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.backends import lacking
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.cgroups import descendants
-from sandboxes.backends.enclosed import EnclosedProcesses
-from sandboxes.protocol import SandboxFailed
-from sandboxes.tools.registry import SHIPPED
+from replayground.sandboxes.backends import lacking
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.cgroups import descendants
+from replayground.sandboxes.backends.enclosed import EnclosedProcesses
+from replayground.sandboxes.machine import claim_uids
+from replayground.sandboxes.protocol import SandboxFailed, SandboxUnavailable
+from replayground.sandboxes.tools.registry import SHIPPED
 
 pytestmark = pytest.mark.skipif(lacking("bubblewrap") is not None, reason="bubblewrap is not installed")
 
 # Opens two sandboxes, says so and waits for its end.
 PROGRAM = """
 import asyncio
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.tools.registry import SHIPPED
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.tools.registry import SHIPPED
 async def main():
     backend = BubblewrapBackend(SHIPPED, first_uid=309_400)
     sandboxes = [await backend.open(slot) for slot in range(2)]
@@ -90,3 +93,48 @@ async def test_cancelled_open_leaves_no_process() -> None:
         with pytest.raises(asyncio.CancelledError):
             await opening
     await asyncio.to_thread(wait_until, lambda: descendants(os.getpid()) <= before)
+
+
+async def test_a_moment_without_descriptors_spoils_only_that_opening() -> None:
+    backend = BubblewrapBackend(SHIPPED, first_uid=309_700)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open("/dev/null", os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limit[1]))
+    try:
+        # Also the numbers that are free below the limit.
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(held[0]))
+        with pytest.raises(SandboxFailed, match="could not be compiled"):
+            await backend.open(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for descriptor in held:
+            os.close(descriptor)
+    await (await backend.open(0)).close()
+    backend.close()
+
+
+CLAIM = "from replayground.sandboxes.machine import claim_uids; print(claim_uids(77, 10, 3), flush=True); input()"
+
+
+async def test_programs_never_share_uids() -> None:
+    """More programs than ranges, so that pids cannot tell them apart; the one too many is told."""
+    programs = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", CLAIM), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(3)
+    ]
+    try:
+        said = [await program.stdout.readline() for program in programs if program.stdout is not None]
+        assert sorted(map(int, said)) == [77, 87, 97]
+        with pytest.raises(SandboxUnavailable, match="all 3 ranges of uids from 77 on are in use"):
+            claim_uids(77, 10, 3)
+        programs[0].kill()
+        await programs[0].wait()
+        assert claim_uids(77, 10, 3) == int(said[0])
+    finally:
+        for program in programs[1:]:
+            program.kill()
+            await program.wait()

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from sandboxes.backends import open_backend
-from sandboxes.backends.scripted import RecordedObservations, ScriptedBackend
-from sandboxes.protocol import SandboxFailed, ToolResult
+from replayground.sandboxes.backends import open_backend
+from replayground.sandboxes.backends.scripted import RecordedObservations, ScriptedBackend
+from replayground.sandboxes.protocol import SandboxFailed, ToolResult
 
 RECORDS: list[dict[str, Any]] = [
     {"call_id": "a", "tool": "search", "arguments": '{"query": "valve", "page": 1}'},

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from sandboxes.outside import calls
-from sandboxes.outside.config import SearchSettings
-from sandboxes.outside.contract import OutsideFailed
-from sandboxes.outside.search import Search, dig
-from sandboxes.outside.search_recordings import SearchRecordings
-from sandboxes.worlds.perturbations import Rule
-from sandboxes.worlds.world import World
+from replayground.sandboxes.outside import calls
+from replayground.sandboxes.outside.config import SearchSettings
+from replayground.sandboxes.outside.contract import OutsideFailed
+from replayground.sandboxes.outside.search import Search, dig
+from replayground.sandboxes.outside.search_recordings import SearchRecordings
+from replayground.sandboxes.worlds.perturbations import Rule
+from replayground.sandboxes.worlds.world import World
 from tests.sandboxes.outside_rollout import http_server, rollout_of
 
 DOCUMENTS = {

@@ -2,11 +2,11 @@
 
 import pytest
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.channel import RunnerSandbox
-from sandboxes.limits import Limits
-from sandboxes.pool import Pool
-from sandboxes.tools.registry import SHIPPED
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.channel import RunnerSandbox
+from replayground.sandboxes.limits import Limits
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.tools.registry import SHIPPED
 from tests.sandboxes.conftest import Run
 
 MAKE = r"""

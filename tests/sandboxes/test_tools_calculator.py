@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandboxes.tools.calculator import within_bounds
+from replayground.sandboxes.tools.calculator import within_bounds
 from tests.sandboxes.conftest import Call
 
 
@@ -45,6 +45,8 @@ async def test_values(call: Call, expression: str, content: str) -> None:
     ("expression", "content"),
     [
         ("9**9**9", "the result is too large"),
+        ("round(1/3, 10**9)", "the result is too large"),
+        ("round(1/3, -10**9)", "the result is too large"),
         ("factorial(10001)", "the result is too large"),
         ("1e99999", "the result is too large"),
         ("exp(1000)", "the result is too large"),

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.protocol import Sandbox
-from sandboxes.tools.patch import hunks_of, patched
+from replayground.sandboxes.protocol import Sandbox
+from replayground.sandboxes.tools.patch import hunks_of, patched
 from tests.sandboxes.conftest import Call
 
 REPORT = b"alpha\nbeta gamma\nvalue = 1\nbeta gamma\n"

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 from PIL import Image, ImageDraw, ImageFont
 
-from sandboxes.protocol import Sandbox
+from replayground.sandboxes.protocol import Sandbox
 from tests.sandboxes.conftest import Call
 
 SENTENCE = "please send the report to the office"

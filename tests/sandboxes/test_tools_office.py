@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes.protocol import Sandbox
+from replayground.sandboxes.protocol import Sandbox
 from tests.sandboxes.conftest import Call
 
 TABLE = [["name", "price"], ["panel", 685], ["valve", 12.5]]

@@ -11,16 +11,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sandboxes.backends.bubblewrap import BubblewrapBackend
-from sandboxes.backends.channel import RunnerSandbox
-from sandboxes.pool import Pool
-from sandboxes.protocol import Sandbox, SandboxFailed
-from sandboxes.tools.paths import existing_file
-from sandboxes.tools.python import python
-from sandboxes.tools.registry import SHIPPED, toolset
-from sandboxes.tools.tool import Tool, tool
-from sandboxes.workbench import Workbench
-from sandboxes.worlds.world import WORLD_TOOLS
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.channel import RunnerSandbox
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.protocol import Sandbox, SandboxFailed
+from replayground.sandboxes.tools.paths import existing_file
+from replayground.sandboxes.tools.python import python
+from replayground.sandboxes.tools.registry import SHIPPED, toolset
+from replayground.sandboxes.tools.tool import Tool, tool
+from replayground.sandboxes.workbench import Workbench
+from replayground.sandboxes.worlds.world import WORLD_TOOLS
 from tests.sandboxes.conftest import Call
 
 PROJECT = Path(__file__).parents[2]
@@ -94,7 +94,7 @@ def test_a_function_of_another_package_is_not_shipped() -> None:
 
 def test_what_the_function_around_knows_stays_outside() -> None:
     secret = "x"
-    with pytest.raises(TypeError, match="bad uses secret of the function around it"):
+    with pytest.raises(TypeError, match="bad uses secret of the enclosing function"):
 
         @tool
         def bad() -> str:
@@ -143,9 +143,9 @@ async def test_a_repeated_key_runs_nothing(equipped_sandbox: RunnerSandbox, call
 class CountingBackend(BubblewrapBackend):
     opened = 0
 
-    async def open(self, slot: int) -> RunnerSandbox:
+    async def open(self, slot: int, apart: bool = False) -> RunnerSandbox:
         self.opened += 1
-        return await super().open(slot)
+        return await super().open(slot, apart)
 
 
 def running(mark: str) -> bool:

@@ -86,3 +86,13 @@ async def test_nothing_can_be_typed(call: Call) -> None:
 
 async def test_programs_see_the_libraries(call: Call) -> None:
     assert (await call("terminal", command="python3 -c 'import openpyxl; print(1)'")).content == "1\n[exit code 0]"
+
+
+async def test_output_that_is_not_utf8_does_not_hide_the_exit_code(call: Call) -> None:
+    for size in (4_001, 12_000, 100_000):
+        shown = (await call("terminal", command=f"head -c {size} /dev/zero | tr '\\0' '\\377'; exit 7")).content
+        assert shown.endswith("[exit code 7]")
+        assert "bytes are left out here" in shown
+    mixed = (await call("terminal", command="seq 1 1300; head -c 9000 /dev/urandom; exit 3")).content
+    assert mixed.startswith("1\n2\n")
+    assert mixed.endswith("[exit code 3]")

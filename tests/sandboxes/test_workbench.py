@@ -6,10 +6,10 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from sandboxes.outside import calls
-from sandboxes.outside.calls import OutsideCalls
-from sandboxes.outside.config import McpSettings, ToolsSettings
-from sandboxes.outside.contract import (
+from replayground.sandboxes.outside import calls
+from replayground.sandboxes.outside.calls import OutsideCalls
+from replayground.sandboxes.outside.config import McpSettings, ToolsSettings
+from replayground.sandboxes.outside.contract import (
     MethodSession,
     OutsideFailed,
     OutsideTool,
@@ -19,12 +19,12 @@ from sandboxes.outside.contract import (
     method_tools,
     tool_method,
 )
-from sandboxes.outside.providers import Outside, require_tools
-from sandboxes.protocol import SandboxFailed
-from sandboxes.tools.registry import toolset
-from sandboxes.tools.tool import ToolError
-from sandboxes.worlds.perturbations import Rule
-from sandboxes.worlds.world import World
+from replayground.sandboxes.outside.providers import Outside, require_tools
+from replayground.sandboxes.protocol import SandboxFailed
+from replayground.sandboxes.tools.registry import toolset
+from replayground.sandboxes.tools.tool import ToolError
+from replayground.sandboxes.worlds.perturbations import Rule
+from replayground.sandboxes.worlds.world import World
 from tests.sandboxes.outside_rollout import rollout_of
 
 

@@ -1,17 +1,19 @@
 """Worlds as data, and the weather around calls."""
 
+import hashlib
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandboxes.backends.scripted import ScriptedBackend
-from sandboxes.pool import Pool
-from sandboxes.protocol import Arguments
-from sandboxes.tools.registry import toolset
-from sandboxes.workbench import Observation, Workbench
-from sandboxes.worlds.perturbations import Rule, change, draw_perturbation, stale
-from sandboxes.worlds.world import Table, World, world_from_json
+from replayground.sandboxes.backends.scripted import ScriptedBackend
+from replayground.sandboxes.pool import Pool
+from replayground.sandboxes.protocol import Arguments
+from replayground.sandboxes.tools.registry import toolset
+from replayground.sandboxes.workbench import Observation, Workbench
+from replayground.sandboxes.worlds.perturbations import Rule, change, draw_perturbation, stale, uniform
+from replayground.sandboxes.worlds.world import Table, World, world_from_json
 
 STOCKROOM_RULES = (
     Rule(kind="busy", tools=("sql", "kv"), probability=0.15),
@@ -210,3 +212,18 @@ async def test_sandbox_opens_at_the_first_call_that_runs() -> None:
             await bench.call("kv", {"key": "panel.stock"})
         assert bench.sandbox_id == backend.opened[0].sandbox_id
         assert bench.isolation == "scripted"
+
+
+def test_a_draw_is_below_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The highest hash, which a float rounds up: a rule of probability 1 must apply to it, too."""
+
+    class Highest:
+        def __init__(self, text: bytes) -> None:
+            pass
+
+        def digest(self, bytes_count: int) -> bytes:
+            return b"\xff" * bytes_count
+
+    monkeypatch.setattr(hashlib, "shake_128", Highest)
+    assert uniform(0, 0, 0, "any") < 1.0
+    assert draw_perturbation([Rule(kind="busy", tools=("sql",))], 0, 0, "sql", {}).is_busy

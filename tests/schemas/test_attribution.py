@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.attribution import RUN_ID_BYTES_MAX, begins_with_run, run_at
-from schemas.blobs import Blobs
-from schemas.codec import EVENT_BYTES_MAX, Codec, Spilled
-from schemas.errors import LogUnavailable, Undecodable
-from schemas.events import EVENTS, AgentMessaged, Event, ToolObserved
-from schemas.generate import RELEASED_FOLDER, schema_of
-from schemas.registry import MemoryRegistry
+from replayground.schemas.attribution import RUN_ID_BYTES_MAX, begins_with_run, run_at
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import EVENT_BYTES_MAX, Codec, Spilled
+from replayground.schemas.errors import LogUnavailable, Undecodable
+from replayground.schemas.events import EVENTS, AgentMessaged, Event, ToolObserved
+from replayground.schemas.generate import RELEASED_FOLDER, schema_of
+from replayground.schemas.registry import MemoryRegistry
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.flow.synthetic import rollout
 
@@ -216,7 +216,7 @@ def test_a_spilled_event_of_another_run_than_it_says_is_undecodable() -> None:
     event = large("its-run")
     value = codec.spill(named(event, event.meta.id, "another"), codec.encode_whole(event))
     assert codec.run_of(value) == "another"
-    with pytest.raises(Undecodable, match="of run its-run stands on the log as one of another"):
+    with pytest.raises(Undecodable, match="an event of run its-run, but the message names run another"):
         codec.decode(value)
 
 

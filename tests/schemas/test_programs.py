@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy.programs import PROGRAM_BY_NAME
-from schemas.acls import PREFIXED, Acl, acls, as_json, as_shell
-from schemas.programs import ACCESS, ACCESS_BY_PROGRAM, OPERATOR, readers_of, topics_page, writers_of
-from schemas.topics import TOPICS
+from replayground.deploy.programs import PROGRAM_BY_NAME
+from replayground.schemas.acls import PREFIXED, Acl, acls, as_json, as_shell
+from replayground.schemas.programs import ACCESS, ACCESS_BY_PROGRAM, OPERATOR, readers_of, topics_page, writers_of
+from replayground.schemas.topics import TOPICS
 
 PROJECT = Path(__file__).parent.parent.parent
 
@@ -29,7 +29,7 @@ def test_every_event_is_written_by_somebody() -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    """Else: python -m schemas.programs > docs/topics.md"""
+    """Else: python -m replayground.schemas.programs > docs/topics.md"""
     assert (PROJECT / "docs/topics.md").read_text() == topics_page()
 
 
@@ -76,6 +76,6 @@ def test_acls_as_json() -> None:
 
 
 def test_acls_are_a_command() -> None:
-    command = [sys.executable, "-m", "schemas.acls", "--prefix", "team-", "--format", "json"]
+    command = [sys.executable, "-m", "replayground.schemas.acls", "--prefix", "team-", "--format", "json"]
     told = subprocess.run(command, check=True, capture_output=True, cwd=PROJECT)
     assert json.loads(told.stdout)[0]["principal"] == "User:cut"

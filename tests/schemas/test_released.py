@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import BadInput
-from schemas.events import EVENTS, Event
-from schemas.generate import RELEASED_FOLDER, file_of, schema_of
-from schemas.registry import ConfluentRegistry
-from schemas.run import Run
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import EVENTS, Event
+from replayground.schemas.generate import RELEASED_FOLDER, file_of, schema_of
+from replayground.schemas.registry import ConfluentRegistry
+from replayground.schemas.run import Run
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def with_another_type(schema: dict[str, Any]) -> None:
 def test_what_breaks_an_old_reader_or_an_old_event_is_refused(
     breaking: Callable[[dict[str, Any]], None], registry: ConfluentRegistry
 ) -> None:
-    from schemas.events import ToolCalled
+    from replayground.schemas.events import ToolCalled
 
     broken = copy.deepcopy(schema_of(ToolCalled))
     breaking(broken)

@@ -11,16 +11,16 @@ from aiokafka.partitioner import murmur2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.blobs import Blobs
-from schemas.codec import EVENT_BYTES_MAX, Codec, Spilled
-from schemas.errors import Undecodable
-from schemas.events import EVENTS, ControlIssued, Event, Meta, RetiredCommand, ToolObserved
-from schemas.generate import AVRO_FOLDER, file_of, render
-from schemas.ids import derived_id, new_id
-from schemas.packed import pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
-from schemas.registry import MemoryRegistry
-from schemas.topics import TOPIC_BY_EVENT, TOPICS, topic_of
-from streams.log.partitioner import partition_of
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import EVENT_BYTES_MAX, Codec, Spilled
+from replayground.schemas.errors import Undecodable
+from replayground.schemas.events import EVENTS, ControlIssued, Event, Meta, RetiredCommand, ToolObserved
+from replayground.schemas.generate import AVRO_FOLDER, file_of, render
+from replayground.schemas.ids import derived_id, new_id
+from replayground.schemas.packed import pack_logprobs, pack_tokens, unpack_logprobs, unpack_tokens
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.topics import TOPIC_BY_EVENT, TOPICS, topic_of
+from replayground.streams.log.partitioner import partition_of
 from tests.flow.synthetic import rollout
 
 
@@ -31,7 +31,7 @@ def codec(tmp_path: Path) -> Codec:
 
 @pytest.mark.parametrize("event_class", EVENTS)
 def test_the_avsc_file_is_the_class(event_class: type[Event]) -> None:
-    assert file_of(event_class).read_text() == render(event_class), "run `python -m schemas.generate`"
+    assert file_of(event_class).read_text() == render(event_class), "run `python -m replayground.schemas.generate`"
 
 
 def test_every_avsc_file_has_its_class() -> None:

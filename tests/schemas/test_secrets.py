@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from schemas.errors import BadInput
-from schemas.run import JobSettings, LogSettings, Run, SecuritySettings
-from schemas.secrets import read_secret
-from streams.log.connection import AuthenticationFailures, Connection
+from replayground.schemas.errors import BadInput
+from replayground.schemas.run import JobSettings, LogSettings, Run, SecuritySettings
+from replayground.schemas.secrets import read_secret
+from replayground.streams.log.connection import AuthenticationFailures, Connection
 
 FIELD = "password in [log.security]"
 

@@ -18,15 +18,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from producers import scheduler, stockroom, tasks
-from producers.config import FeederSettings, SchedulerSettings
-from producers.planner import Planner, PlannerLoop
-from producers.scheduler import Plan
-from producers.scheduling.ledger import group_id_of
-from producers.scheduling.members import trajectory_id
-from producers.submission import submit
-from producers.tasks import Feed
-from schemas.events import (
+from replayground.producers import scheduler, stockroom, tasks
+from replayground.producers.config import FeederSettings, SchedulerSettings
+from replayground.producers.planner import Planner, PlannerLoop
+from replayground.producers.scheduler import Plan
+from replayground.producers.scheduling.ledger import group_id_of
+from replayground.producers.scheduling.members import trajectory_id
+from replayground.producers.submission import submit
+from replayground.producers.tasks import Feed
+from replayground.schemas.events import (
     Address,
     AttemptEnded,
     BatchCut,
@@ -47,10 +47,10 @@ from schemas.events import (
     WeightsLoaded,
     WeightsPublished,
 )
-from schemas.run import JobSettings, LogSettings, Run
-from streams.log.memory import MemoryLog, MemoryReader
-from streams.log.protocol import Delivery
-from streams.rules.staleness import is_admitted
+from replayground.schemas.run import JobSettings, LogSettings, Run
+from replayground.streams.log.memory import MemoryLog, MemoryReader
+from replayground.streams.log.protocol import Delivery
+from replayground.streams.rules.staleness import is_admitted
 from tests.simulation.simulator import RememberingCodec
 from tests.simulation.troubled_log import Fate, Killed, TroubledLog
 

@@ -21,9 +21,9 @@ from functools import lru_cache
 import msgspec
 import structlog
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import (
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import (
     Address,
     BatchCut,
     Event,
@@ -33,18 +33,18 @@ from schemas.events import (
     TrajectoryAssembled,
     TurnGenerated,
 )
-from schemas.job import Score
-from schemas.metrics import ProgramMetrics
-from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, LogSettings, Run
-from streams.config import CutSettings
-from streams.cut import Cutter, batches_of, fold_batches, restore_state
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.hops.groups_to_batches import CutGroups
-from streams.log.memory import MemoryLog
-from streams.rules.staleness import is_admitted, oldest_version
-from streams.stage import Change, Stage
+from replayground.schemas.job import Score
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import JobSettings, LogSettings, Run
+from replayground.streams.config import CutSettings
+from replayground.streams.cut import Cutter, batches_of, fold_batches, restore_state
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.hops.groups_to_batches import CutGroups
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.rules.staleness import is_admitted, oldest_version
+from replayground.streams.stage import Change, Stage
 from tests.flow.synthetic import rollout
 from tests.simulation.troubled_log import Fate, Killed, Nothing, TroubledLog, TroubledReader
 

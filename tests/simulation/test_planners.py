@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from producers import scheduler
-from producers.planner import Planner, PlannerLoop
-from producers.scheduler import Plan
-from producers.scheduling import demand, ledger
-from producers.scheduling.pacing import Pacing, Standing
-from schemas.errors import LogBroken
-from schemas.events import Event, Position, SnapshotTaken
-from schemas.run import Run
-from streams.log.protocol import Log
+from replayground.producers import scheduler
+from replayground.producers.planner import Planner, PlannerLoop
+from replayground.producers.scheduler import Plan
+from replayground.producers.scheduling import demand, ledger
+from replayground.producers.scheduling.pacing import Pacing, Standing
+from replayground.schemas.errors import LogBroken
+from replayground.schemas.events import Event, Position, SnapshotTaken
+from replayground.schemas.run import Run
+from replayground.streams.log.protocol import Log
 from tests.simulation import planners
 from tests.simulation.planners import FEEDING, SCHEDULING, Field, a_run, simulate
 

@@ -8,16 +8,16 @@ import threading
 import msgspec
 import pytest
 
-from schemas.events import BatchCut, Position, SnapshotTaken
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
-from streams.config import CutSettings
-from streams.cut import Cutter
-from streams.hops.groups_to_batches import CutGroups, CutState, NotTaken
-from streams.horizon import KeyOrder
-from streams.log.memory import MemoryReader
-from streams.log.protocol import Log, Reader
-from streams.stage import Stage, Write
+from replayground.schemas.events import BatchCut, Position, SnapshotTaken
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
+from replayground.streams.config import CutSettings
+from replayground.streams.cut import Cutter
+from replayground.streams.hops.groups_to_batches import CutGroups, CutState, NotTaken
+from replayground.streams.horizon import KeyOrder
+from replayground.streams.log.memory import MemoryReader
+from replayground.streams.log.protocol import Log, Reader
+from replayground.streams.stage import Stage, Write
 from tests.simulation.simulator import (
     BLOCK_ENTRIES,
     RUN_ID,

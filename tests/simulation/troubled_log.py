@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from schemas.codec import Codec
-from schemas.events import Address, Event, Position
-from schemas.topics import topic_of
-from streams.log.memory import MemoryLog, MemoryReader, MemoryTransactor
-from streams.log.protocol import Delivery, GroupLag, RawMessage, Reader, Tombstone, UnreadMessages
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Address, Event, Position
+from replayground.schemas.topics import topic_of
+from replayground.streams.log.memory import MemoryLog, MemoryReader, MemoryTransactor
+from replayground.streams.log.protocol import Delivery, GroupLag, RawMessage, Reader, Tombstone, UnreadMessages
 
 
 class Killed(BaseException):

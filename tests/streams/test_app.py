@@ -14,19 +14,19 @@ import msgspec
 import pytest
 from faust.types import TP
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import LogBroken
-from schemas.events import Address, BatchCut, Event, EventRejected
-from schemas.metrics import ProgramMetrics
-from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, Run
-from streams import app, cut
-from streams.config import CutSettings, StreamsSettings
-from streams.hops.trajectories_to_rewards import ScoreTrajectories
-from streams.log.connect import open_log
-from streams.log.memory import MemoryLog
-from streams.log.protocol import Reader
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import LogBroken
+from replayground.schemas.events import Address, BatchCut, Event, EventRejected
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import JobSettings, Run
+from replayground.streams import app, cut
+from replayground.streams.config import CutSettings, StreamsSettings
+from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.protocol import Reader
 from tests.flow.synthetic import groups
 from tests.torture.oracle import append, events_of, undisturbed
 

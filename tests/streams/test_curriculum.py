@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.rules.curriculum import PassRateBand, PassRates, draw_family, family_of
+from replayground.streams.rules.curriculum import PassRateBand, PassRates, draw_family, family_of
 
 ALL = PassRateBand(low=0.0, high=1.0)
 _observation = st.tuples(

@@ -5,20 +5,20 @@ import threading
 import msgspec
 import pytest
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import LogBroken
-from schemas.events import Address, BatchCut, GroupCompleted, GroupMember, Meta
-from schemas.metrics import ProgramMetrics
-from schemas.registry import MemoryRegistry
-from schemas.topics import PARTITIONS
-from streams.config import CutSettings
-from streams.cut import Cutter, batches_of, fold_batches, restore_state
-from streams.hops.groups_to_batches import STATE_VERSION, CutGroups, CutState
-from streams.log.memory import MemoryLog
-from streams.log.partitioner import partition_of
-from streams.log.snapshots import newest_snapshot
-from streams.rules.dead_letter import TooManyRejects
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import LogBroken
+from replayground.schemas.events import Address, BatchCut, GroupCompleted, GroupMember, Meta
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.topics import PARTITIONS
+from replayground.streams.config import CutSettings
+from replayground.streams.cut import Cutter, batches_of, fold_batches, restore_state
+from replayground.streams.hops.groups_to_batches import STATE_VERSION, CutGroups, CutState
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.partitioner import partition_of
+from replayground.streams.log.snapshots import newest_snapshot
+from replayground.streams.rules.dead_letter import TooManyRejects
 from tests.consumers.synthetic_run import run_of
 
 RUN = msgspec.structs.replace(run_of(steps=1, demonstrations=1), program="cut")
@@ -233,7 +233,7 @@ def test_a_batch_that_is_missing_on_the_log_is_noticed(log: MemoryLog) -> None:
     cut_all(log)
     log._partitions["snapshots", 0].clear()
     del log._partitions["batches", 0][1]
-    with pytest.raises(LogBroken, match="batch 2 follows on the log where batch 1 is due"):
+    with pytest.raises(LogBroken, match="found batch 2, expected batch 1"):
         restore_state(log, HOP, RUN)
 
 

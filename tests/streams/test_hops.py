@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import (
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import (
     Address,
     AgentMessaged,
     AttemptEnded,
@@ -27,16 +27,16 @@ from schemas.events import (
     TurnGenerated,
     VersionSpan,
 )
-from schemas.job import Score
-from schemas.packed import pack_tokens, token_count, unpack_logprobs, unpack_tokens
-from schemas.registry import MemoryRegistry
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.hops.groups_to_batches import CutGroups, CutState
-from streams.hops.messages_to_trajectories import AssembleTrajectories, AssemblyState
-from streams.hops.rewards_to_groups import GroupRewards, GroupState
-from streams.log.memory import MemoryLog
-from streams.rules.dead_letter import TooManyRejects
+from replayground.schemas.job import Score
+from replayground.schemas.packed import pack_tokens, token_count, unpack_logprobs, unpack_tokens
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.hops.groups_to_batches import CutGroups, CutState
+from replayground.streams.hops.messages_to_trajectories import AssembleTrajectories, AssemblyState
+from replayground.streams.hops.rewards_to_groups import GroupRewards, GroupState
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.rules.dead_letter import TooManyRejects
 from tests.flow.synthetic import RUN_ID, groups, rollout
 
 
@@ -314,6 +314,7 @@ def test_teamwork_delivered_twice_changes_nothing(log: MemoryLog) -> None:
 
 def broken_teamwork() -> list[tuple[str, int, dict[str, Any]]]:
     return [
+        ("5 bytes of prompt tokens", 0, {"prompt_tokens": b"12345"}),
         ("context 2 of an attempt that has 1", 2, {"context": 2}),
         ("context -1", 2, {"context": -1}),
         ("no whole tokens", 2, {"tokens": b"12345"}),
@@ -470,6 +471,14 @@ def test_garbage_becomes_rejects_and_good_messages_between_go_through(log: Memor
 
 def test_a_stage_that_rejects_too_much_stops(log: MemoryLog) -> None:
     for _ in range(200):
+        log.append_bytes("messages", b"garbage", b"not an event")
+    with pytest.raises(TooManyRejects, match="assemble rejected"):
+        driven(log, rejects_share_max=0.5)
+
+
+def test_a_busy_run_beside_it_does_not_hide_that_a_stage_rejects_everything(log: MemoryLog) -> None:
+    for number in range(200):
+        append(log, rollout(number, 0, run_id="other"))
         log.append_bytes("messages", b"garbage", b"not an event")
     with pytest.raises(TooManyRejects, match="assemble rejected"):
         driven(log, rejects_share_max=0.5)

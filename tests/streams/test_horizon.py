@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
-from schemas.events import Address, Event, EventRejected
-from streams.hops.messages_to_trajectories import AssembleTrajectories
-from streams.horizon import BLOCK_ENTRIES, TURNS_MAX, Entry, KeyOrder
-from streams.log.protocol import Delivery
-from streams.stage import Change, Stage
+from replayground.schemas.events import Address, Event, EventRejected
+from replayground.streams.hops.messages_to_trajectories import AssembleTrajectories
+from replayground.streams.horizon import BLOCK_ENTRIES, TURNS_MAX, Entry, KeyOrder
+from replayground.streams.log.protocol import Delivery
+from replayground.streams.stage import Change, Stage
 from tests.flow.synthetic import RUN_ID, rollout
 
 REMEMBERED = 100

@@ -9,24 +9,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consumers.clickhouse.store import Store
-from consumers.config import TracesSettings
-from consumers.events_to_clickhouse import TraceWriter
-from schemas.blobs import Blobs
-from schemas.codec import EVENT_BYTES_MAX, Codec
-from schemas.events import Address, Event, EventRejected, GroupCompleted, TaskSubmitted, ToolObserved
-from schemas.metrics import ProgramMetrics
-from schemas.registry import MemoryRegistry
-from schemas.run import Run
-from streams import app
-from streams.config import CutSettings, StreamsSettings
-from streams.cut import Cutter
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.hops.groups_to_batches import CutGroups
-from streams.log.connect import open_log
-from streams.log.memory import MemoryLog
-from streams.log.protocol import Log, Reader
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.config import TracesSettings
+from replayground.consumers.events_to_clickhouse import TraceWriter
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import EVENT_BYTES_MAX, Codec
+from replayground.schemas.events import Address, Event, EventRejected, GroupCompleted, TaskSubmitted, ToolObserved
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import Run
+from replayground.streams import app
+from replayground.streams.config import CutSettings, StreamsSettings
+from replayground.streams.cut import Cutter
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.hops.groups_to_batches import CutGroups
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.protocol import Log, Reader
 from tests.consumers.conftest import chdb_dsn, store
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.flow.synthetic import rollout

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import BlobsUnavailable
-from schemas.events import Event, ToolObserved
-from schemas.registry import MemoryRegistry
-from streams.log.memory import MemoryLog
-from streams.log.outbox import Outbox
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import BlobsUnavailable
+from replayground.schemas.events import Event, ToolObserved
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.outbox import Outbox
 from tests.schemas.test_schemas import large_observation
 
 

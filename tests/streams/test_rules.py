@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streams.rules.advantage import advantages, deviation, drop_reason
-from streams.rules.pass_at_k import pass_at_k, pass_at_k_of_task, pass_hat_k_of_task
-from streams.rules.staleness import groups_allowed, is_admitted
+from replayground.streams.rules.advantage import advantages, deviation, drop_reason
+from replayground.streams.rules.pass_at_k import pass_at_k, pass_at_k_of_task, pass_hat_k_of_task
+from replayground.streams.rules.staleness import groups_allowed, is_admitted
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 

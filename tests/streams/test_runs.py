@@ -3,8 +3,8 @@
 import itertools
 import json
 
-from schemas.events import EndReason, Event, Meta, Position, RunEnded, RunResumed, RunStarted
-from streams.rules.runs import RunState, apply, fold
+from replayground.schemas.events import EndReason, Event, Meta, Position, RunEnded, RunResumed, RunStarted
+from replayground.streams.rules.runs import RunState, apply, fold
 
 CONFIG = json.dumps({"job": {"module": "examples.job", "steps": 5}})
 

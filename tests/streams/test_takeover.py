@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import Fenced, TakenOver
-from schemas.events import Meta, RunResumed
-from schemas.registry import MemoryRegistry
-from streams.log.memory import MemoryLog
-from streams.log.takeover import fencing_error
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import Fenced, TakenOver
+from replayground.schemas.events import Meta, RunResumed
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.takeover import fencing_error
 from tests.consumers.synthetic_run import run_of
 
 RUN = run_of(steps=1, demonstrations=1)

@@ -3,10 +3,10 @@
 import time
 from pathlib import Path
 
-from schemas.run import Run
-from streams.app import state_folder
-from streams.config import StreamsSettings
-from streams.log.connect import open_log
+from replayground.schemas.run import Run
+from replayground.streams.app import state_folder
+from replayground.streams.config import StreamsSettings
+from replayground.streams.log.connect import open_log
 from tests.flow.synthetic import groups
 from tests.torture.own_broker import own_broker
 from tests.torture.rivals import rival_cutters, rival_trainers

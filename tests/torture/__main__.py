@@ -1,11 +1,14 @@
 """`make torture`: the long forms of what the suite proves in short; writes what came of each to docs/reliability.md.
 
-python -m tests.torture [--quick] [simulation] [fuzz] [kills] [cluster] [pressure] [trouble]
+python -m tests.torture [--quick] [simulation] [fuzz] [kills] [cluster] [pressure] [trouble] [integrity]
+    [escapes [--minutes 60]]
 """
 
 import argparse
+import asyncio
 import os
 import platform
+import secrets
 import sys
 import tempfile
 import time
@@ -15,8 +18,11 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy.local.stack import local_log
-from schemas.run import JobSettings, Run
+from replayground.deploy.local.stack import local_log
+from replayground.schemas.run import JobSettings, Run
+from tests.sandboxes.integrity import play_episodes
+from tests.sandboxes.integrity import told as told_of_integrity
+from tests.sandboxes.mutations import mutate
 from tests.simulation.simulator import only_errors, simulate_on_all_cores
 from tests.torture.cluster import flow_on_cluster, train_on_cluster
 from tests.torture.fuzz import INPUT_TOPICS, fuzz
@@ -99,11 +105,30 @@ def cluster(quick: bool) -> str:
     )
 
 
+def escapes(quick: bool, minutes: float | None = None) -> str:
+    seed = 1 if quick else secrets.randbelow(2**31)
+    minutes = minutes or (1.0 if quick else 60.0)
+    outcome = asyncio.run(mutate(minutes, seed))
+    assert not outcome.findings, [str(finding) for finding in outcome.findings]
+    assert not outcome.complaints, outcome.complaints
+    return (
+        f"{outcome.played:,} mutants of the known attempts on sandboxes in {minutes:g} minutes (seed {seed}): none reached the "
+        "host, another lease, a secret or an infra error; processes, mounts, files, cgroups and descriptors of the host as before"
+    )
+
+
 @contextmanager
 def local_run(name: str) -> Iterator[tuple[Run, Path]]:
     """A run on a broker and registry of its own, and a folder."""
     with tempfile.TemporaryDirectory(prefix="replayground-torture-") as folder, local_log(Path(folder)) as log:
         yield Run(run_id=name, seed=0, job=JobSettings(), **asdict(log)), Path(folder)
+
+
+def integrity(quick: bool) -> str:
+    began = time.monotonic()
+    found = asyncio.run(play_episodes(200 if quick else 10_000, seed=1, isolation="bubblewrap"))
+    assert not found.violations, found.violations
+    return told_of_integrity(found, time.monotonic() - began)
 
 
 SUBJECTS: dict[str, Callable[[bool], str]] = {
@@ -113,6 +138,8 @@ SUBJECTS: dict[str, Callable[[bool], str]] = {
     "cluster": cluster,
     "pressure": pressure,
     "trouble": trouble,
+    "escapes": escapes,
+    "integrity": integrity,
 }
 
 
@@ -120,6 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=__doc__)
     parser.add_argument("subjects", nargs="*", metavar="SUBJECT", help=f"{', '.join(SUBJECTS)}; all if none is named")
     parser.add_argument("--quick", action="store_true", help="a few minutes; nothing is written to docs/")
+    parser.add_argument("--minutes", type=float, help="how long the escapes go on (60; quick: 1)")
     arguments = parser.parse_args()
     unknown = [subject for subject in arguments.subjects if subject not in SUBJECTS]
     if unknown:
@@ -128,7 +156,8 @@ def main() -> int:
     only_errors()
     for subject in arguments.subjects or SUBJECTS:
         tell(subject)
-        told = SUBJECTS[subject](arguments.quick)
+        is_escapes = subject == "escapes"
+        told = escapes(arguments.quick, arguments.minutes) if is_escapes else SUBJECTS[subject](arguments.quick)
         print(f"{subject}: {told}", flush=True)
         if not arguments.quick:
             _PAGE.write_text(page_with(_PAGE.read_text(), subject, told, datetime.now(UTC)))

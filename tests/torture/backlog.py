@@ -14,18 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from consumers import events_to_clickhouse
-from consumers.config import TracesSettings
-from deploy.local.ports import choose_ports
-from deploy.local.stack import local_log
-from schemas.events import Event, TurnGenerated
-from schemas.metrics import ProgramMetrics
-from schemas.run import JobSettings, Run
-from schemas.topics import TOPICS
-from streams import app
-from streams.config import StreamsSettings
-from streams.log.connect import open_log
-from streams.log.protocol import Log
+from replayground.consumers import events_to_clickhouse
+from replayground.consumers.config import TracesSettings
+from replayground.deploy.local.ports import choose_ports
+from replayground.deploy.local.stack import local_log
+from replayground.schemas.events import Event, TurnGenerated
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import JobSettings, Run
+from replayground.schemas.topics import TOPICS
+from replayground.streams import app
+from replayground.streams.config import StreamsSettings
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
 from tests.flow.synthetic import groups
 from tests.torture.stopping import await_that, memory_bytes_peak
 

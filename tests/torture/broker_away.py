@@ -14,10 +14,10 @@ from typing import IO
 import msgspec
 import psutil
 
-from schemas.events import Address
-from schemas.run import Run
-from streams.log.connect import open_log
-from streams.log.protocol import Log
+from replayground.schemas.events import Address
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
 from tests.flow.synthetic import observations
 from tests.torture.oracle import events_of
 from tests.torture.stopping import memory_bytes_peak, stopped

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.local.cluster import NODES
-from schemas.errors import LogUnavailable
-from schemas.programs import OPERATOR
-from schemas.run import LogSettings, Run
-from streams.log.connect import open_log
+from replayground.deploy.local.cluster import NODES
+from replayground.schemas.errors import LogUnavailable
+from replayground.schemas.programs import OPERATOR
+from replayground.schemas.run import LogSettings, Run
+from replayground.streams.log.connect import open_log
 from tests.flow.synthetic import groups
 from tests.torture.kills import Verdict, example_job, judged, kill_until_finished
 from tests.torture.oracle import Batches, FactComparison, compared, events_of, judged_batches, undisturbed

@@ -4,16 +4,16 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import Undecodable
-from schemas.events import Event, EventRejected
-from schemas.registry import MemoryRegistry
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.hops.groups_to_batches import CutGroups
-from streams.log.memory import MemoryLog
-from streams.log.protocol import Log
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import Undecodable
+from replayground.schemas.events import Event, EventRejected
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.hops.groups_to_batches import CutGroups
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.protocol import Log
 from tests.flow.synthetic import groups
 
 RUN_ID = "fuzzed"

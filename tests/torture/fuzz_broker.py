@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.errors import Undecodable
-from schemas.events import Address, Event, EventRejected
-from schemas.run import Run
-from streams.log.connect import open_log
-from streams.log.kafka import KafkaLog
-from streams.log.protocol import Log
+from replayground.schemas.errors import Undecodable
+from replayground.schemas.events import Address, Event, EventRejected
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.log.protocol import Log
 from tests.flow.synthetic import groups
 from tests.torture.fuzz import INPUT_TOPICS, harmless, names_another
 from tests.torture.oracle import FactComparison, append, compared, events_of, undisturbed

@@ -19,20 +19,22 @@ from pathlib import Path
 import msgspec
 from tokenizers import Tokenizer
 
-from consumers.clickhouse.store import Store
-from consumers.config import ReloaderSettings, TracesSettings
-from consumers.events_to_clickhouse import TraceWriter
-from consumers.reports.summary import count_rows
-from consumers.weights_to_vllm import LatestTargets, Reporter, Targets, follow
-from producers import scheduler, tasks
-from producers.config import FeederSettings, SchedulerSettings
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import Address, Event, EventRejected
-from schemas.metrics import ProgramMetrics
-from schemas.registry import MemoryRegistry
-from schemas.topics import TOPIC_BY_NAME, TOPICS, topic_of
-from streams.log.memory import MemoryLog
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.config import ReloaderSettings, TracesSettings
+from replayground.consumers.events_to_clickhouse import TraceWriter
+from replayground.consumers.reports.summary import count_rows
+from replayground.consumers.weights_to_vllm import LatestTargets, Reporter, Targets, follow
+from replayground.producers import scheduler, tasks
+from replayground.producers.config import FeederSettings, SchedulerSettings
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Address, Event, EventRejected
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.topics import TOPIC_BY_NAME, TOPICS, topic_of
+from replayground.streams.log.memory import MemoryLog
+from replayground.trainer.base_model import make_model
+from replayground.trainer.config import ModelSettings
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.producers.field import published
 from tests.producers.test_rollouts import SETTINGS, scripted
@@ -44,8 +46,6 @@ from tests.torture.progress import tell
 from tests.trainer.episodes import stockroom
 from tests.trainer.test_loop import DEMONSTRATIONS, everything
 from tests.trainer.test_loop import Field as TrainerField
-from trainer.base_model import make_model
-from trainer.config import ModelSettings
 
 PATIENCE_SECONDS = 600.0
 RUN = run_of(steps=2, demonstrations=4)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.programs import PROGRAMS
-from deploy.run_lifecycle import MONITOR
-from schemas.job import load_job
-from schemas.run import Run
-from streams.log.connect import open_log
-from streams.log.protocol import Log
+from replayground.deploy.programs import PROGRAMS
+from replayground.deploy.run_lifecycle import MONITOR
+from replayground.schemas.job import load_job
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
 from tests.torture.oracle import Batches, FactComparison, compared, events_of, judged_batches, undisturbed
 from tests.torture.progress import tell
 from tests.torture.running import PROJECT, Running, running

@@ -4,17 +4,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.events import BatchCut, Event, GroupCompleted
-from schemas.job import Scorer
-from schemas.registry import MemoryRegistry
-from schemas.run import Run
-from streams.cut import cut_hop_of
-from streams.driver import Driver
-from streams.hops.flow import hops
-from streams.log.memory import MemoryLog
-from streams.log.protocol import Delivery, Log
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import BatchCut, Event, GroupCompleted
+from replayground.schemas.job import Scorer
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import Run
+from replayground.streams.cut import cut_hop_of
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.protocol import Delivery, Log
 
 DERIVED_TOPICS = ("trajectories", "attempts", "rewards", "groups")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from deploy.local import kafka
-from deploy.local.kafka import Broker
-from deploy.local.ports import choose_ports
-from schemas.errors import LogUnavailable
-from schemas.run import Run
-from streams.log.connect import open_log
+from replayground.deploy.local import kafka
+from replayground.deploy.local.kafka import Broker
+from replayground.deploy.local.ports import choose_ports
+from replayground.schemas.errors import LogUnavailable
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
 from tests.torture.stopping import await_that, stopped
 
 

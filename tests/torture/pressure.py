@@ -20,9 +20,9 @@ from typing import Any
 
 import psutil
 
-from deploy.local.stack import KAFKA
-from deploy.programs import PROGRAMS
-from schemas.events import (
+from replayground.deploy.local.stack import KAFKA
+from replayground.deploy.programs import PROGRAMS
+from replayground.schemas.events import (
     BatchCut,
     Event,
     GroupCompleted,
@@ -32,10 +32,10 @@ from schemas.events import (
     WeightsPublished,
     WorkerSeen,
 )
-from schemas.run import JobSettings
-from streams.log.connect import open_log
-from streams.log.protocol import Log
-from streams.rules.staleness import groups_allowed
+from replayground.schemas.run import JobSettings
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
+from replayground.streams.rules.staleness import groups_allowed
 from tests.flow.synthetic import observations
 from tests.torture.backlog import catch_up
 from tests.torture.broker_away import EVENT_BYTES, Produced, produce_without_broker

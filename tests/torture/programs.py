@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import ReplaygroundError
-from schemas.metrics import ProgramMetrics
-from schemas.run import Run
-from streams.config import CutSettings, StreamsSettings
+from replayground.deploy.serve import end_process
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
+from replayground.streams.config import CutSettings, StreamsSettings
 from tests.simulation.simulator import only_errors
 
 SESSION_SECONDS = 6.0
@@ -53,7 +53,10 @@ class Program:
     def ended(self) -> str:
         """Waits for its end. Says of what: an error with its name, or "exit code N"."""
         self._process.join(_PATIENCE_SECONDS)
-        assert not self.is_alive, "the program does not end"
+        if self.is_alive:
+            # Else the interpreter would wait for it at its own end, and the whole suite would never end.
+            self.kill()
+            raise AssertionError("the program does not end")
         try:
             self._await_entry()
             return str(self._told.recv())
@@ -85,7 +88,7 @@ def trainer_program(run: Run) -> Program:
 
 def _streams(run: Run, state_folder: str, seek_seconds: float, rejects_share_max: float, stop: threading.Event) -> None:
     """Seeks take so much longer than they would: what must not happen meanwhile has time to."""
-    from streams import app, faust_fixes
+    from replayground.streams import app, faust_fixes
 
     seek = faust_fixes.StatefulConsumer.perform_seek
 
@@ -104,14 +107,14 @@ def _streams(run: Run, state_folder: str, seek_seconds: float, rejects_share_max
 
 
 def _cut(run: Run, rejects_share_max: float, stop: threading.Event) -> None:
-    from streams import cut
+    from replayground.streams import cut
 
     cut.run(run, CutSettings(rejects_share_max=rejects_share_max), ProgramMetrics(), stop)
 
 
 def _trainer(run: Run, stop: threading.Event) -> None:
-    from trainer import loop
-    from trainer.config import GrpoSettings, ModelSettings, TrainerSettings
+    from replayground.trainer import loop
+    from replayground.trainer.config import GrpoSettings, ModelSettings, TrainerSettings
 
     settings = TrainerSettings(
         model=ModelSettings(hidden=32, layers=2, heads=2, ffn=48),
@@ -128,6 +131,8 @@ def _entered(tells: Connection, function: Callable[..., None], arguments: tuple[
     only_errors()
     try:
         function(*arguments, stop)
-    except ReplaygroundError as error:
+    # Whatever ended it: a crash that is not ours (Faust's, aiokafka's) may have left a thread as well.
+    except Exception as error:
         tells.send(f"{type(error).__name__}: {error}")
-        raise SystemExit(1) from None
+        end_process(1)
+    end_process(0)

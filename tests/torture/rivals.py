@@ -4,10 +4,10 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from schemas.events import StepTaken, WeightsPublished
-from schemas.run import Run
-from streams.log.connect import open_log
-from streams.log.protocol import Log
+from replayground.schemas.events import StepTaken, WeightsPublished
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
 from tests.torture.oracle import events_of
 from tests.torture.programs import Program, cut_program, trainer_program
 from tests.torture.scenario import GROUPS_PER_BATCH, completed_groups, flowing, kill_all, troubled_run

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.field import attach_field
-from deploy.local.folder import FieldFolder, RunFolder
-from deploy.local.stack import RunningStack
-from deploy.local.supervisor import Control, ProgramState
-from deploy.resolve import ResolvedConfig, load
-from deploy.run_lifecycle import attach_run
-from deploy.traces_client import TracesClient
+from replayground.deploy.field import attach_field
+from replayground.deploy.local.folder import FieldFolder, RunFolder
+from replayground.deploy.local.stack import RunningStack
+from replayground.deploy.local.supervisor import Control, ProgramState
+from replayground.deploy.resolve import ResolvedConfig, load
+from replayground.deploy.run_lifecycle import attach_run
+from replayground.deploy.traces_client import TracesClient
 
 PROJECT = Path(__file__).parent.parent.parent
 
@@ -64,4 +64,4 @@ def running(folder: Path, job: Path, *arguments: str) -> Iterator[Running]:
 
 
 def command(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "deploy.cli", *arguments], cwd=PROJECT, check=True)
+    subprocess.run([sys.executable, "-m", "replayground.deploy.cli", *arguments], cwd=PROJECT, check=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from schemas.errors import LogUnavailable
-from schemas.events import Event, GroupCompleted
-from schemas.run import JobSettings, Run
-from streams.log.connect import open_log
-from streams.log.protocol import Log
+from replayground.schemas.errors import LogUnavailable
+from replayground.schemas.events import Event, GroupCompleted
+from replayground.schemas.run import JobSettings, Run
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
 from tests.flow.synthetic import groups
 from tests.torture.oracle import events_of, undisturbed
 from tests.torture.programs import Program

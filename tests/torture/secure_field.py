@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 from confluent_kafka import KafkaException
 
-from deploy.local.cluster import ADMIN, NODES, RunningCluster, running_cluster
-from schemas.acls import acls
-from schemas.errors import LogUnavailable
-from schemas.programs import ACCESS, OPERATOR
-from schemas.run import JobSettings, Run
-from streams.log.apply_acls import apply_acls
-from streams.log.connect import open_log
-from streams.log.connection import BrokerClient, Connection
+from replayground.deploy.local.cluster import ADMIN, NODES, RunningCluster, running_cluster
+from replayground.schemas.acls import acls
+from replayground.schemas.errors import LogUnavailable
+from replayground.schemas.programs import ACCESS, OPERATOR
+from replayground.schemas.run import JobSettings, Run
+from replayground.streams.log.apply_acls import apply_acls
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.connection import BrokerClient, Connection
 
 _PATIENCE_SECONDS = 180.0
 
@@ -45,7 +45,9 @@ class SecureField:
         return msgspec.structs.replace(self.run_of(""), log=self.running.cluster.log_settings(ADMIN))
 
     def is_in_sync(self) -> bool:
-        """Whether every partition has all its replicas in sync, so that the loss of one broker can be borne."""
+        """Whether every partition has all its replicas in sync, so that the loss of one broker can be borne. Starts
+        brokers that gave up on a busy machine."""
+        self.running.start_fallen()
         try:
             with BrokerClient(Connection(self.admin.log, OPERATOR)).client() as admin:
                 topics = admin.list_topics(timeout=10.0).topics.values()

@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 
-from schemas.codec import Codec
-from schemas.errors import Undecodable
-from schemas.events import Event, EventRejected
-from schemas.run import Run
-from streams.log.connect import open_log
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import Undecodable
+from replayground.schemas.events import Event, EventRejected
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
 from tests.flow.synthetic import groups
 from tests.torture.oracle import FactComparison, compared, events_of, undisturbed
 from tests.torture.programs import Program, streams_program

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run import Run
+from replayground.schemas.run import Run
 from tests.torture.fuzz import fuzz
 from tests.torture.fuzz_broker import fuzz_on_broker
 from tests.torture.fuzz_programs import PROGRAMS

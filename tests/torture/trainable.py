@@ -2,12 +2,12 @@
 
 from tokenizers import Tokenizer
 
-from schemas.events import Address, BatchCut, BatchMember, Meta
-from schemas.run import Run
-from streams.log.protocol import Log
+from replayground.schemas.events import Address, BatchCut, BatchMember, Meta
+from replayground.schemas.run import Run
+from replayground.streams.log.protocol import Log
+from replayground.trainer.base_model import make_model
+from replayground.trainer.config import ModelSettings
 from tests.trainer.episodes import assembled, played, stockroom
-from trainer.base_model import make_model
-from trainer.config import ModelSettings
 
 _MEMBERS = 4
 

@@ -9,17 +9,17 @@ from typing import Any, Literal, cast
 
 from confluent_kafka import Producer
 
-from schemas.codec import Codec
-from schemas.events import Event
-from schemas.metrics import ProgramMetrics
-from schemas.run import LogSettings, Run
-from streams import cut
-from streams.config import CutSettings
-from streams.log.access import AccessGuard
-from streams.log.connect import codec_of
-from streams.log.connection import Connection
-from streams.log.kafka import KafkaLog, KafkaTransactor
-from streams.log.protocol import Log
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Event
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import LogSettings, Run
+from replayground.streams import cut
+from replayground.streams.config import CutSettings
+from replayground.streams.log.access import AccessGuard
+from replayground.streams.log.connect import codec_of
+from replayground.streams.log.connection import Connection
+from replayground.streams.log.kafka import KafkaLog, KafkaTransactor
+from replayground.streams.log.protocol import Log
 from tests.torture.oracle import Batches, append, judged_batches
 from tests.torture.own_broker import OwnBroker
 from tests.torture.scenario import GROUPS_PER_BATCH, completed_groups, lag_of, troubled_run

@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from schemas.run import Run
+from replayground.schemas.run import Run
 from tests.torture.own_broker import own_broker
 from tests.torture.progress import tell
 from tests.torture.rivals import rival_cutters, rival_trainers

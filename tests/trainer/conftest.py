@@ -4,9 +4,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from replayground.trainer.base_model import make_model
+from replayground.trainer.config import ModelSettings
 from tests.trainer.episodes import stockroom
-from trainer.base_model import make_model
-from trainer.config import ModelSettings
 
 torch.set_num_threads(1)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from schemas.events import EndedBy, Meta, Purpose, Segment, Task, TrajectoryAssembled
-from schemas.job import Job, load_job
-from schemas.packed import pack_logprobs, pack_tokens
+from replayground.schemas.events import EndedBy, Meta, Purpose, Segment, Task, TrajectoryAssembled
+from replayground.schemas.job import Job, load_job
+from replayground.schemas.packed import pack_logprobs, pack_tokens
 
 OBSERVATION = "<|tool|><tool_response>{}</tool_response><|end|><|assistant|>"
 
@@ -24,7 +24,7 @@ class Played:
 
 
 def stockroom() -> Job:
-    return load_job("producers.stockroom")
+    return load_job("replayground.producers.stockroom")
 
 
 def played(count: int, seed: int = 0) -> Iterator[Played]:

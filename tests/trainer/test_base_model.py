@@ -10,12 +10,12 @@ from msgspec.structs import replace
 from safetensors.torch import load, load_file
 from tokenizers import Tokenizer
 
-from schemas.errors import BadInput
-from schemas.job import Job
+from replayground.schemas.errors import BadInput
+from replayground.schemas.job import Job
+from replayground.trainer.base_model import WEIGHTS, base_model, make_model, read_model
+from replayground.trainer.config import ModelSettings
+from replayground.trainer.tokenizer import ROLES, TAGS, common_pieces, fit_tokenizer
 from tests.trainer.episodes import OBSERVATION, played, prompt_of, stockroom
-from trainer.base_model import WEIGHTS, base_model, make_model, read_model
-from trainer.config import ModelSettings
-from trainer.tokenizer import ROLES, TAGS, common_pieces, fit_tokenizer
 
 
 def written(folder: Path, files: dict[str, bytes]) -> Path:

@@ -10,11 +10,10 @@ from msgspec.structs import replace
 from safetensors.torch import load
 from tokenizers import Tokenizer
 
-from schemas.events import Context, TrajectoryAssembled
-from schemas.packed import pack_logprobs, pack_tokens, unpack_tokens
-from tests.trainer.episodes import assembled, played
-from trainer.base_model import WEIGHTS
-from trainer.batch import (
+from replayground.schemas.events import Context, TrajectoryAssembled
+from replayground.schemas.packed import pack_logprobs, pack_tokens, unpack_tokens
+from replayground.trainer.base_model import WEIGHTS
+from replayground.trainer.batch import (
     UNVERSIONED,
     Episode,
     RefusedTrajectory,
@@ -23,10 +22,11 @@ from trainer.batch import (
     episodes_of,
     training_batch,
 )
-from trainer.config import GrpoSettings
-from trainer.engines.llama import Llama, llama_shape
-from trainer.loss import Tokens, policy_loss
-from trainer.step import batch_metrics
+from replayground.trainer.config import GrpoSettings
+from replayground.trainer.engines.llama import Llama, llama_shape
+from replayground.trainer.loss import Tokens, policy_loss
+from replayground.trainer.step import batch_metrics
+from tests.trainer.episodes import assembled, played
 
 
 def llama(files: dict[str, bytes], dtype: torch.dtype = torch.float64) -> Llama:

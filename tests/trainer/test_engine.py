@@ -9,16 +9,16 @@ from msgspec.structs import replace
 from safetensors.torch import load as load_safetensors
 from tokenizers import Tokenizer
 
-from schemas.errors import BadInput, BlobDamaged
-from schemas.events import Context, TrajectoryAssembled
-from schemas.packed import pack_logprobs, unpack_logprobs, unpack_tokens
+from replayground.schemas.errors import BadInput, BlobDamaged
+from replayground.schemas.events import Context, TrajectoryAssembled
+from replayground.schemas.packed import pack_logprobs, unpack_logprobs, unpack_tokens
+from replayground.trainer.base_model import WEIGHTS
+from replayground.trainer.checkpoint import OPTIMIZER
+from replayground.trainer.config import GrpoSettings, LossMode, SftSettings, TrainerSettings
+from replayground.trainer.engines.protocol import GrpoBatch
+from replayground.trainer.engines.torch_engine import TorchEngine
+from replayground.trainer.sft import learning_rate_share
 from tests.trainer.episodes import assembled, played
-from trainer.base_model import WEIGHTS
-from trainer.checkpoint import OPTIMIZER
-from trainer.config import GrpoSettings, LossMode, SftSettings, TrainerSettings
-from trainer.engines.protocol import GrpoBatch
-from trainer.engines.torch_engine import TorchEngine
-from trainer.sft import learning_rate_share
 
 SETTINGS = TrainerSettings(sft=SftSettings(steps=20, batch=6, warmup_steps=5, muon_learning_rate=0.02))
 VERSION = 4

@@ -9,12 +9,12 @@ from safetensors.torch import load
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from replayground.trainer.base_model import WEIGHTS
+from replayground.trainer.batch import Episode, MicroBatch, episodes_of, in_order, training_batch
+from replayground.trainer.engines.foreign import ForeignModel
+from replayground.trainer.engines.llama import Llama, llama_shape
+from replayground.trainer.muon import Muon, orthogonalised
 from tests.trainer.episodes import assembled, played
-from trainer.base_model import WEIGHTS
-from trainer.batch import Episode, MicroBatch, episodes_of, in_order, training_batch
-from trainer.engines.foreign import ForeignModel
-from trainer.engines.llama import Llama, llama_shape
-from trainer.muon import Muon, orthogonalised
 
 
 def sampled_logprobs(model: Llama | ForeignModel, micro: MicroBatch) -> Tensor:

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
-from deploy.operate.sweep import sweep
-from schemas.blobs import Blobs
-from schemas.codec import Codec
-from schemas.errors import Fenced, LogBroken, LogUnavailable
-from schemas.events import (
+from replayground.deploy.operate.sweep import sweep
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.errors import Fenced, LogBroken, LogUnavailable
+from replayground.schemas.events import (
     Address,
     BatchCut,
     BatchMember,
@@ -29,19 +29,19 @@ from schemas.events import (
     WeightsFile,
     WeightsPublished,
 )
-from schemas.metrics import ProgramMetrics
-from schemas.packed import token_count, unpack_logprobs, unpack_tokens
-from schemas.registry import MemoryRegistry
-from schemas.run import JobSettings, LogSettings, Run
-from streams.log.memory import MemoryLog, MemoryReader
-from streams.log.protocol import Tombstone
-from streams.log.weights import WeightsState, versions_on_log, weights_state
-from streams.rules.holds import Hold
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.packed import token_count, unpack_logprobs, unpack_tokens
+from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import JobSettings, LogSettings, Run
+from replayground.streams.log.memory import MemoryLog, MemoryReader
+from replayground.streams.log.protocol import Tombstone
+from replayground.streams.log.weights import WeightsState, versions_on_log, weights_state
+from replayground.streams.rules.holds import Hold
+from replayground.trainer.config import GrpoSettings, ModelSettings, SftSettings, TrainerSettings
+from replayground.trainer.engines.torch_engine import TorchEngine
+from replayground.trainer.loop import BatchOutOfOrder, train
+from replayground.trainer.retention import surplus
 from tests.trainer.episodes import assembled, played
-from trainer.config import GrpoSettings, ModelSettings, SftSettings, TrainerSettings
-from trainer.engines.torch_engine import TorchEngine
-from trainer.loop import BatchOutOfOrder, train
-from trainer.retention import surplus
 
 DEMONSTRATIONS = 12
 SETTINGS = TrainerSettings(
@@ -399,7 +399,7 @@ class FailingLog(MemoryLog):
 def test_an_aborted_transaction_is_taken_again_from_the_same_base(
     tmp_path: Path, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.loop._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("replayground.trainer.loop._RETRY_SECONDS", 0.0)
     field = Field(tmp_path, FailingLog(Codec(MemoryRegistry(), Blobs(f"file://{tmp_path}/blobs"))))
     everything(field, tokenizer)
     with field.training():
@@ -409,7 +409,8 @@ def test_an_aborted_transaction_is_taken_again_from_the_same_base(
     assert field.log.attempts == 10
 
 
-KEEPING_TWO = msgspec.structs.replace(SETTINGS, versions_kept=2)
+def keep(field: Field, versions: int) -> None:
+    field.run = msgspec.structs.replace(field.run, job=msgspec.structs.replace(field.run.job, versions_kept=versions))
 
 
 def on_log(field: Field) -> set[int]:
@@ -433,7 +434,8 @@ def test_older_versions_are_removed_and_the_weights_stay_the_same(
     field: Field, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]]
 ) -> None:
     everything(field, tokenizer)
-    with field.training(KEEPING_TWO):
+    keep(field, 2)
+    with field.training():
         field.until_version(4)
     assert on_log(field) == {3, 4}
     assert field.digests() == uninterrupted  # of all that were ever published: the log in memory is not compacted
@@ -445,15 +447,16 @@ def test_a_restart_keeps_account_of_versions(
     field: Field, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]], version: int, spoilt: str
 ) -> None:
     everything(field, tokenizer)
+    keep(field, 2)
     field.run = msgspec.structs.replace(
         field.run, job=msgspec.structs.replace(field.run.job, steps=max(1, version - 1))
     )
-    with field.training(KEEPING_TWO):
+    with field.training():
         field.until_version(version)
     if spoilt == "missing":
         field.log._partitions["snapshots", 0].clear()
     field.run = msgspec.structs.replace(field.run, job=msgspec.structs.replace(field.run.job, steps=3))
-    with field.training(KEEPING_TWO):
+    with field.training():
         field.until_version(4)
     assert on_log(field) == {3, 4}
     assert [number for number, _ in field.digests()] == [0, 1, 2, 3, 4]
@@ -469,12 +472,13 @@ def test_a_held_version_stays_until_it_is_released(field: Field, tokenizer: Toke
     control(field, "release", 2)
     for index in range(2):
         cut(field, tokenizer, index, 1 + index)
-    with field.training(msgspec.structs.replace(SETTINGS, versions_kept=1)):
+    keep(field, 1)
+    with field.training():
         field.until_version(3)
     assert on_log(field) == {1, 3}
     control(field, "release", 1)  # of one of the two
     cut(field, tokenizer, 2, 3)
-    with field.training(msgspec.structs.replace(SETTINGS, versions_kept=1)):
+    with field.training():
         field.until_version(4)
     assert on_log(field) == {1, 4}
     state = weights_state(field.log, field.run)[1]
@@ -493,7 +497,8 @@ def test_all_versions_stay_unless_it_is_asked_otherwise_and_that_can_be_asked_la
     assert on_log(field) == {0, 1, 2, 3}
     assert weights_state(field.log, field.run)[1] == WeightsState(version=3)
     cut(field, tokenizer, 2, 3)
-    with field.training(KEEPING_TWO):
+    keep(field, 2)
+    with field.training():
         field.until_version(4)
     assert on_log(field) == {0, 3, 4}
 
@@ -501,10 +506,11 @@ def test_all_versions_stay_unless_it_is_asked_otherwise_and_that_can_be_asked_la
 def test_an_aborted_transaction_removes_nothing(
     tmp_path: Path, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.loop._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("replayground.trainer.loop._RETRY_SECONDS", 0.0)
     field = Field(tmp_path, FailingLog(Codec(MemoryRegistry(), Blobs(f"file://{tmp_path}/blobs"))))
     everything(field, tokenizer)
-    with field.training(KEEPING_TWO):
+    keep(field, 2)
+    with field.training():
         field.until_version(4)
     assert field.digests() == uninterrupted
     removed = [message.key for message in field.log.messages(["weights"]) if message.value is None]
@@ -514,8 +520,9 @@ def test_an_aborted_transaction_removes_nothing(
 def test_a_sweep_frees_what_only_removed_versions_name(field: Field, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Files that a version which stays shares with those that went are kept, and a restart goes on from them."""
     everything(field, tokenizer)
+    keep(field, 2)
     field.run = msgspec.structs.replace(field.run, job=msgspec.structs.replace(field.run.job, steps=2))
-    with field.training(KEEPING_TWO):
+    with field.training():
         field.until_version(3)
     versions = {published.version: published for published in field.weights()}
     # another run that began with the same version 0
@@ -531,7 +538,7 @@ def test_a_sweep_frees_what_only_removed_versions_name(field: Field, tokenizer: 
     assert gone == digests(1) - digests(0, 2, 3) != set()
     assert {blob.sha256 for blob in field.blobs.list_stored()} == digests(0, 2, 3)
     field.run = msgspec.structs.replace(field.run, job=msgspec.structs.replace(field.run.job, steps=3))
-    with field.training(KEEPING_TWO):
+    with field.training():
         field.until(lambda: 4 in on_log(field))
     assert on_log(field) == {3, 4}
 

@@ -8,8 +8,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from trainer.config import GrpoSettings, LossMode
-from trainer.loss import MODES, LossFigures, Tokens, policy_loss, rejection_mask, token_shares
+from replayground.trainer.config import GrpoSettings, LossMode
+from replayground.trainer.loss import MODES, LossFigures, Tokens, policy_loss, rejection_mask, token_shares
 
 RULES = {mode: GrpoSettings(mode=mode, inner_steps=1) for mode in MODES}
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.scratch import scratch_folder
+from replayground.trainer.scratch import scratch_folder
 
 _HOLD_CODE = """
 import sys
-from trainer.scratch import scratch_folder
+from replayground.trainer.scratch import scratch_folder
 with scratch_folder("trainer-") as folder:
     (folder / "model").write_bytes(b"weights")
     print(folder, flush=True)

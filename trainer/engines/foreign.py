@@ -1,6 +1,6 @@
-"""Any causal language model that transformers knows: the slow path for families that have no file of their own here.
+"""Any causal language model of transformers: the slow path for model families that have no module here.
 
-Prefixes are not shared and rows are computed whole; the head still sees sampled positions only.
+Rows are computed whole, so that shared prefixes are computed again; the head still sees sampled positions only.
 """
 
 import json
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from schemas.errors import BadInput
-from trainer.batch import MicroBatch
+from replayground.schemas.errors import BadInput
+from replayground.trainer.batch import MicroBatch
 
 
 class ForeignModel:
-    """See trainer.engines.protocol.Model."""
+    """See trainer.engines.protocol.Model. Raises BadInput when weights and config do not fit together."""
 
     def __init__(self, config_json: bytes, weights: Mapping[str, Tensor]) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import, and most runs never need it
+        # Imported here: it takes seconds, and most runs never need it.
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         config = json.loads(config_json)
         model_type = config.pop("model_type", "")
@@ -27,9 +28,11 @@ class ForeignModel:
             self._model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)  # type: ignore[no-untyped-call]
         except (ValueError, KeyError) as error:
             raise BadInput(f"model type {model_type!r} is not known to transformers: {error}") from error
+        # Not strict: a tied head has no weights of its own in the files. What is really missing is found below.
         missing = self._model.load_state_dict(dict(weights), strict=False)
         self._model.tie_weights()
-        self._model.eval()  # dropout would make the trainer's log-probabilities differ from the server's
+        # Dropout would make the trainer's log-probabilities differ from the server's.
+        self._model.eval()
         self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())
         absent = [name for name in missing.missing_keys if name in self.parameters]
         if absent or missing.unexpected_keys:
@@ -44,6 +47,7 @@ class ForeignModel:
     def logits(self, micro: MicroBatch) -> Tensor:
         hidden: list[Tensor] = []
         for rows in micro.rows:
+            # No attention mask: padding is on the right, where causal attention does not see it.
             states = self._model.base_model(micro.tokens[rows], use_cache=False).last_hidden_state
             hidden.append(states.flatten(0, 1))
         wanted = functional.embedding(micro.first[micro.before], torch.cat(hidden))

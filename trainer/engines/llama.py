@@ -1,7 +1,7 @@
-"""A Llama that reads micro-batches with shared prefixes: the fast path for models of that family.
+"""A Llama that computes micro-batches with shared prefixes: the fast path for models of that family.
 
-Parameters keep the names of the Hugging Face files. A test proves it equal to transformers' LlamaForCausalLM. At small
-sizes the time goes into many small operations, so norm, rotation and gate are single steps with their own backward pass.
+Parameters have the names of the Hugging Face files. A test compares it with transformers' LlamaForCausalLM. In small
+models the time goes into many small operations, so norm, rotation and gate are single autograd functions.
 """
 
 import json
@@ -12,11 +12,11 @@ from msgspec import Struct
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.batch import MicroBatch
+from replayground.trainer.batch import MicroBatch
 
 
 class LlamaShape(Struct, frozen=True, kw_only=True):
-    """What config.json says of a Llama."""
+    """The shape of a Llama, from its config.json."""
 
     hidden: int
     layers: int
@@ -30,8 +30,9 @@ class LlamaShape(Struct, frozen=True, kw_only=True):
 
 
 def llama_shape(config_json: bytes) -> LlamaShape | None:
-    """The shape, when config.json describes a Llama that this file computes exactly; else None."""
+    """The shape, if config.json describes a Llama that this module computes exactly; else None."""
     config = json.loads(config_json)
+    # The name of this section changed between releases of transformers.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     plain = (
         config.get("architectures") == ["LlamaForCausalLM"]
@@ -61,8 +62,9 @@ class Llama:
     def __init__(self, shape: LlamaShape, parameters: dict[str, Tensor]) -> None:
         self.shape = shape
         self.vocabulary_size = shape.vocabulary_size
-        # safetensors gives names in any order, and the norm of all gradients depends on the order they are added in;
-        # it gives memory of any alignment, and products may depend on that: sorted copies make runs repeatable
+        # Sorted copies make runs repeatable. safetensors returns names in any order, and the norm of all gradients
+        # depends on the order of addition. It returns memory of any alignment, and results of products may depend on
+        # that.
         self.parameters = {name: parameters[name].clone().requires_grad_() for name in sorted(parameters)}
         self._frequencies = shape.rope_theta ** -(
             torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
@@ -73,14 +75,14 @@ class Llama:
         return [name for name, tensor in self.parameters.items() if ".layers." in name and tensor.dim() == 2]
 
     def logits(self, micro: MicroBatch) -> Tensor:
-        """Logits that each sampled token was drawn from, [sampled, vocabulary]."""
+        """The logits from which each sampled token was drawn, [sampled, vocabulary]."""
         embeddings = self.parameters["model.embed_tokens.weight"]
         stream = functional.embedding(micro.tokens, embeddings)
         angles = micro.positions[:, None].to(torch.float32) * self._frequencies
         cosine, sine = angles.cos()[:, None].to(stream.dtype), angles.sin()[:, None].to(stream.dtype)
         for layer in range(self.shape.layers):
             last = layer == self.shape.layers - 1
-            # behind the attention of the last layer, only what predicts a sampled token is still needed
+            # After the attention of the last layer, only positions that predict a sampled token are still needed.
             stream = self._block(layer, stream, micro, cosine, sine, micro.before if last else None)
         stream = _norm(stream, self.parameters["model.norm.weight"], self.shape.norm_epsilon)
         return functional.linear(stream, embeddings if self.shape.tied else self.parameters["lm_head.weight"])
@@ -94,6 +96,7 @@ class Llama:
             stream = functional.embedding(kept, stream)
         stream = stream + functional.linear(attended, self._weight(layer, "self_attn.o_proj"))
         normed = _norm(stream, self._weight(layer, "post_attention_layernorm"), self.shape.norm_epsilon)
+        # One product for both: two small ones take longer.
         gate_up = torch.cat((self._weight(layer, "mlp.gate_proj"), self._weight(layer, "mlp.up_proj")))
         gated = _gate(functional.linear(normed, gate_up))
         return stream + functional.linear(gated, self._weight(layer, "mlp.down_proj"))
@@ -102,17 +105,20 @@ class Llama:
         self, layer: int, normed: Tensor, micro: MicroBatch, cosine: Tensor, sine: Tensor, kept: Tensor | None
     ) -> Tensor:
         heads, shared = self.shape.heads, self.shape.key_value_heads
+        # Projected and rotated once for each distinct token, then gathered into rows for attention.
         weight = torch.cat([self._weight(layer, f"self_attn.{part}_proj") for part in "qkv"])
-        # functional.embedding is a gather whose backward pass is many times faster on CPU than that of indexing
+        # functional.embedding is a gather whose backward pass is many times faster on CPU than that of indexing.
         mixed = _rotate(functional.linear(normed, weight), cosine, sine, heads + shared)
         outputs: list[Tensor] = []
         for rows in micro.rows:
             gathered = functional.embedding(rows, mixed).view(*rows.shape, -1, self.shape.head_size).transpose(1, 2)
             queries, keys, values = torch.split(gathered, [heads, shared, shared], dim=1)
+            # The causal mask hides the padding, which is on the right. It attends to others and is never picked below.
             attended = functional.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, enable_gqa=heads != shared
             )
             outputs.append(attended.transpose(1, 2).reshape(rows.numel(), heads * self.shape.head_size))
+        # Back from rows to distinct tokens.
         places = micro.first if kept is None else micro.first[kept]
         return functional.embedding(places, torch.cat(outputs) if len(outputs) > 1 else outputs[0])
 
@@ -136,7 +142,7 @@ def _gate(gate_up: Tensor) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """x / sqrt(mean x² + epsilon) times a weight."""
+    """RMS norm: x / sqrt(mean x² + epsilon) times a weight."""
 
     @staticmethod
     def forward(context: Any, stream: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -150,12 +156,13 @@ class _Norm(torch.autograd.Function):
         normed, scale, weight = context.saved_tensors
         of_weight = gradient * normed
         of_normed = gradient * weight
+        # dx = scale · (g·w - normed · mean(g·w·normed))
         along = (of_weight @ weight / normed.shape[-1]).unsqueeze(-1)
         return of_normed.addcmul_(normed, along, value=-1).mul_(scale), of_weight.sum(0), None
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates the halves of the first heads (queries and keys) by their position; values pass."""
+    """Rotary embedding: rotates the halves of the first heads (queries and keys) by position; values are unchanged."""
 
     @staticmethod
     def forward(context: Any, mixed: Tensor, cosine: Tensor, sine: Tensor, heads: int) -> Tensor:
@@ -165,6 +172,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        # The transpose of a rotation is the rotation by the negative angle.
         cosine, sine = context.saved_tensors
         return _rotated(gradient, cosine, sine, context.heads, -1.0), None, None, None
 
@@ -172,6 +180,7 @@ class _Rotate(torch.autograd.Function):
 def _rotated(mixed: Tensor, cosine: Tensor, sine: Tensor, heads: int, direction: float) -> Tensor:
     half = cosine.shape[-1]
     source = mixed.view(len(mixed), -1, 2, half)[:, :heads]
+    # A copy: each half is computed from both old halves, and values stay as they are.
     result = mixed.clone()
     target = result.view(len(mixed), -1, 2, half)[:, :heads]
     target.mul_(cosine[:, None].transpose(1, 2))
@@ -181,7 +190,7 @@ def _rotated(mixed: Tensor, cosine: Tensor, sine: Tensor, heads: int, direction:
 
 
 class _Gate(torch.autograd.Function):
-    """silu(gate) * up, where both come side by side from one product."""
+    """silu(gate) * up; gate and up are the two halves of one product."""
 
     @staticmethod
     def forward(context: Any, gate_up: Tensor) -> Tensor:
@@ -194,6 +203,7 @@ class _Gate(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Tensor:
         gate_up, silu = context.saved_tensors
         gate, up = gate_up.chunk(2, -1)
+        # Both gradients are written into the halves of one tensor, which saves a concatenation.
         result = torch.empty_like(gate_up)
         of_gate, of_up = result.chunk(2, -1)
         torch.mul(gradient, silu, out=of_up)

@@ -1,7 +1,7 @@
-"""The two seams of training: an engine turns batches into weights, a model turns micro-batches into logits.
+"""The two interfaces of training: an engine turns batches into weights, a model turns micro-batches into logits.
 
-An engine knows nothing of the log. The loop loads it with files, gives it trajectories and takes files back. Files are
-paths by name, never bytes: a model need not fit into memory twice.
+An engine does not know the log. The loop loads it from files, gives it trajectories and gets files back. Files are
+paths by name, not bytes, so that a model need not fit into memory twice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from schemas.events import TrajectoryAssembled
-from trainer.batch import MicroBatch
+from replayground.schemas.events import TrajectoryAssembled
+from replayground.trainer.batch import MicroBatch
 
 Progress = Callable[[float, float], None]
-"Called with the share done and the loss; whatever it raises ends the work, which leaves the engine to be loaded again."
+"Called with the share done and the loss. If it raises, the work ends, and the engine must be loaded again."
 
 
 @dataclass(frozen=True)
 class GrpoBatch:
-    """What one batch of practice teaches: trajectories with their rewards and advantages, in the order of the batch."""
+    """Trajectories of one optimizer batch with their rewards and advantages, in the order of the batch."""
 
     base_version: int
     trajectories: Sequence[TrajectoryAssembled]
@@ -32,35 +32,35 @@ class GrpoBatch:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Figures of one step, as StepTaken carries them."""
+    """Metrics and timings of one step, for StepTaken."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):
-    """Holds one model and its optimizer. Belongs to one thread; every call may take long."""
+    """One model and its optimizer. Belongs to one thread; every call may take long. `load` comes first."""
 
     def load(self, files: Mapping[str, Path], checkpoint: Mapping[str, Path]) -> None:
-        """Takes the files of a weight version; an empty checkpoint means a fresh optimizer. The files stay where they are,
-        unchanged, until the next load. Raises BadInput."""
+        """Loads the files of a weight version; an empty checkpoint means a new optimizer. The caller keeps the files
+        unchanged until the next load. Raises BadInput, BlobDamaged."""
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
-        """The cold start. Their order does not matter. Raises BadInput when none can be learned from."""
+        """The cold start. The order of demonstrations does not matter. Raises BadInput when none is usable."""
 
     def grpo(self, batch: GrpoBatch) -> StepReport:
-        """One batch of practice. Trajectories that cannot be trained on are left out and counted in the report; when
-        none is left the weights stay as they are and the report says step_refused."""
+        """Trains on one batch. Trajectories that cannot be trained on are left out and counted in the report; if none
+        is left, the weights stay unchanged and the report has step_refused."""
 
     def save(self, folder: Path) -> dict[str, Path]:
-        """What a server needs. Changed files are written into the folder, over those of the last time; a file that did
-        not change is at the very path given to load."""
+        """The files that a server needs. Changed files are written into the folder, over those of the last call; an
+        unchanged file is returned by the path given to load, so that it is stored only once."""
 
     def checkpoint(self, folder: Path) -> dict[str, Path]:
-        """What is needed besides, to go on as if never interrupted; written into the folder as by save."""
+        """The further files needed to continue as if never interrupted; written into the folder as by save."""
 
     def probe(self, tokens: Sequence[int]) -> list[float]:
-        """Log-probabilities of tokens 1 … n - 1, each given those before."""
+        """Log-probabilities of tokens 1 … n - 1, each given the tokens before it."""
 
 
 class Model(Protocol):
@@ -73,4 +73,4 @@ class Model(Protocol):
         """Names of the 2-D weights of the hidden layers."""
 
     def logits(self, micro: MicroBatch) -> Tensor:
-        """Logits that each sampled token was drawn from, [sampled, vocabulary], with gradients."""
+        """The logits from which each sampled token was drawn, [sampled, vocabulary], with gradients."""

@@ -1,4 +1,4 @@
-"""The engine of one machine: torch in float32, one process, the fast Llama or whatever transformers knows."""
+"""The engine for one machine: torch in float32, one process, the fast Llama or any model of transformers."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,17 @@ import numpy
 import torch
 from safetensors.torch import load_file, save_file
 
-from schemas.errors import BadInput
-from schemas.events import TrajectoryAssembled
-from trainer.base_model import WEIGHTS
-from trainer.batch import Episode, RefusedTrajectory, TrainingBatch, episodes_of, training_batch
-from trainer.checkpoint import restore_optimizer, write_optimizer
-from trainer.config import GrpoSettings, TrainerSettings
-from trainer.engines.foreign import ForeignModel
-from trainer.engines.llama import Llama, llama_shape
-from trainer.engines.protocol import GrpoBatch, Model, Progress, StepReport
-from trainer.sft import demonstrations_of, fine_tune
-from trainer.step import take_step
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import TrajectoryAssembled
+from replayground.trainer.base_model import WEIGHTS
+from replayground.trainer.batch import Episode, RefusedTrajectory, TrainingBatch, episodes_of, training_batch
+from replayground.trainer.checkpoint import restore_optimizer, write_optimizer
+from replayground.trainer.config import GrpoSettings, TrainerSettings
+from replayground.trainer.engines.foreign import ForeignModel
+from replayground.trainer.engines.llama import Llama, llama_shape
+from replayground.trainer.engines.protocol import GrpoBatch, Model, Progress, StepReport
+from replayground.trainer.sft import demonstrations_of, fine_tune
+from replayground.trainer.step import take_step
 
 
 class TorchEngine:
@@ -38,12 +38,14 @@ class TorchEngine:
         self._loaded = model, optimizer
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
+        # The optimizer of GRPO is not used: fine_tune has optimizers of its own, and GRPO begins with a new one.
         model, _ = self._ready()
         began = time.monotonic()
         episodes = demonstrations_of(demonstrations, model.vocabulary_size)
         ready = time.monotonic()
         figures = fine_tune(model, episodes, self._settings.sft, self._seed, progress)
-        learned = len({episode.trajectory_id for episode in episodes})  # a team's trajectory has several episodes
+        # Not len(episodes): the trajectory of a team has several.
+        learned = len({episode.trajectory_id for episode in episodes})
         metrics = {
             "loss": figures.loss_last,
             "loss_first": figures.loss_first,
@@ -59,9 +61,11 @@ class TorchEngine:
         began = time.monotonic()
         tensors = _tensors(batch, model.vocabulary_size, self._settings.grpo)
         ready = time.monotonic()
+        # A batch without a usable token still makes a version: batches and versions are counted together.
         metrics = {"step_refused": 1.0}
         if tensors.tokens_sampled:
             learning_rate = self._settings.grpo.learning_rate * batch.learning_rate_share
+            # Set for every batch: the checkpoint has no learning rate, and a restart must continue the schedule.
             optimizer.param_groups[0]["lr"] = learning_rate
             metrics = take_step(model, optimizer, tensors, self._settings.grpo, batch.base_version)
             metrics["learning_rate"] = learning_rate
@@ -82,6 +86,7 @@ class TorchEngine:
     def probe(self, tokens: Sequence[int]) -> list[float]:
         model, _ = self._ready()
         length = len(tokens)
+        # Through the forward pass of training: a server is compared with exactly what is trained.
         episode = Episode(
             tokens=numpy.array(tokens, numpy.int32),
             sampled=numpy.arange(length) > 0,
@@ -98,11 +103,13 @@ class TorchEngine:
 
 
 def _model_of(files: Mapping[str, Path]) -> Model:
-    weights = load_file(files[WEIGHTS])  # views of the file: the model makes copies
+    # These are views of the file; the model copies them.
+    weights = load_file(files[WEIGHTS])
     config_json = files["config.json"].read_bytes()
     shape = llama_shape(config_json)
     if shape is None:
         return ForeignModel(config_json, weights)
+    # Some files have a tied head a second time. As a parameter of its own it would be trained and drift apart.
     if shape.tied:
         weights.pop("lm_head.weight", None)
     wanted = "model.embed_tokens.weight"
@@ -124,6 +131,7 @@ def _adamw(model: Model, settings: GrpoSettings) -> torch.optim.Optimizer:
 def _tensors(batch: GrpoBatch, vocabulary_size: int, settings: GrpoSettings) -> TrainingBatch:
     episodes: list[Episode] = []
     refused: list[str] = []
+    # A bad trajectory is left out instead of ending the trainer, which would read the same batch again for ever.
     for event, reward, advantage in zip(batch.trajectories, batch.rewards, batch.advantages, strict=True):
         try:
             episodes += episodes_of(event, vocabulary_size, advantage, reward)

@@ -44,6 +44,7 @@ SCORERS = (Near(),)
 def tasks(split: str, seed: int, start: int = 0) -> Iterator[Task]:
     """Without an end, and the same ones for the same seed: a run that is resumed draws them again."""
     for number in count(start):
+        # Seeded by the number of the task, so that `start` can skip tasks without drawing them.
         draw = random.Random(f"{split}:{seed}:{number}")
         word = draw.choice(WORDS[split])
         letter = draw.choice(word)
@@ -61,8 +62,10 @@ def tasks(split: str, seed: int, start: int = 0) -> Iterator[Task]:
 
 def demonstrate(task: Task, turns: list[tuple[str, str]], seed: int) -> str:
     """The next turn of a teacher who uses the tool half of the time; `turns` are (said, observed) so far."""
+    # The tool was called: answer with what it returned.
     if turns:
         return f"<answer>{turns[-1][1]}</answer>"
+    # A teacher that is sometimes wrong leaves GRPO something to improve.
     if random.Random(seed).random() < 0.5:
         return f"<answer>{random.Random(seed).randint(1, 4)}</answer>"
     found = re.fullmatch(r"How many (.) in (\w+)\?", task.prompt)

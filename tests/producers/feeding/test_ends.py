@@ -2,9 +2,9 @@
 
 import pytest
 
-from producers.feeding import ends
-from producers.feeding.ends import EndlessEnds, FiniteEnds, counts
-from schemas.events import AttemptEnded, Meta
+from replayground.producers.feeding import ends
+from replayground.producers.feeding.ends import EndlessEnds, FiniteEnds, counts
+from replayground.schemas.events import AttemptEnded, Meta
 
 
 def an_end(task: str, index: int = 0, group_size: int = 1, ended_by: str = "answered") -> AttemptEnded:

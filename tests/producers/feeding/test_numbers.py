@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from producers.feeding.numbers import EVENTS_PER_DECISION_MAX, SubmittedNumbers
+from replayground.producers.feeding.numbers import EVENTS_PER_DECISION_MAX, SubmittedNumbers
 
 
 def task_id(number: int) -> str:

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from producers.config import SchedulerSettings
-from producers.scheduler import _ask_of
-from producers.scheduling import demand
-from producers.scheduling.demand import Demand
-from producers.scheduling.ledger import GroupOutcome, GroupRequest
+from replayground.producers.config import SchedulerSettings
+from replayground.producers.scheduler import _ask_of
+from replayground.producers.scheduling import demand
+from replayground.producers.scheduling.demand import Demand
+from replayground.producers.scheduling.ledger import GroupOutcome, GroupRequest
 from tests.producers.test_scheduler import tasks
 
 CURRICULUM = SchedulerSettings(curriculum="pass_rate", curriculum_tags=["level"])
@@ -77,3 +77,7 @@ def test_what_a_curriculum_knows_comes_back_and_old_rates_are_forgotten_in_any_o
     again = Demand(CURRICULUM, 0)
     again.restore(one.state())
     assert again.state() == one.state()
+    for each in (one, again):
+        each.observe(*facts[0])  # too old: a restart must not bring back what the fold has forgotten
+    assert again.state() == one.state()
+    assert list(again.state().rates) == ["level=easy"]

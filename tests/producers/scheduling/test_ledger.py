@@ -2,9 +2,9 @@
 
 import pytest
 
-from producers.scheduler import _ask_of
-from producers.scheduling import ledger
-from producers.scheduling.ledger import Group, Ledger
+from replayground.producers.scheduler import _ask_of
+from replayground.producers.scheduling import ledger
+from replayground.producers.scheduling.ledger import Group, Ledger
 from tests.producers.test_scheduler import tasks
 
 TASKS = tasks(5)

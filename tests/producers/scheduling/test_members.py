@@ -1,9 +1,9 @@
 """Places of groups under way: what is asked for again, when, and what is given up. Retries: tests/producers/test_scheduler.py."""
 
-from producers.scheduler import _ask_of
-from producers.scheduling.ledger import Ledger
-from producers.scheduling.members import MemberAction, Members, trajectory_id
-from schemas.events import Address, EventRejected, Meta, RolloutRequested, Sampling
+from replayground.producers.scheduler import _ask_of
+from replayground.producers.scheduling.ledger import Ledger
+from replayground.producers.scheduling.members import MemberAction, Members, trajectory_id
+from replayground.schemas.events import Address, EventRejected, Meta, RolloutRequested, Sampling
 from tests.producers.test_scheduler import SECOND, SETTINGS, ended, tasks
 
 TASK = tasks(1, 2)[0]

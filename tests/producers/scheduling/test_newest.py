@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producers.scheduling.newest import Newest
+from replayground.producers.scheduling.newest import Newest
 
 
 @given(st.lists(st.integers(0, 50)).flatmap(lambda values: st.tuples(st.just(values), st.permutations(values * 2))))

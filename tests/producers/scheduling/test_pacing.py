@@ -2,10 +2,10 @@
 
 import pytest
 
-from producers.scheduler import _ask_of
-from producers.scheduling.ledger import Group, GroupOutcome, Member, MemberRequest, Refusal
-from producers.scheduling.pacing import Pacing, Standing
-from schemas.run import JobSettings
+from replayground.producers.scheduler import _ask_of
+from replayground.producers.scheduling.ledger import Group, GroupOutcome, Member, MemberRequest, Refusal
+from replayground.producers.scheduling.pacing import Pacing, Standing
+from replayground.schemas.run import JobSettings
 from tests.producers.test_scheduler import cut, tasks
 
 JOB = JobSettings(groups_per_batch=2, group_size=2, steps=3, staleness_target=1, staleness_max=0)

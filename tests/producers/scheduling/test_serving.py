@@ -1,7 +1,7 @@
 import pytest
 
-from producers.scheduling import serving
-from producers.scheduling.serving import Serving
+from replayground.producers.scheduling import serving
+from replayground.producers.scheduling.serving import Serving
 from tests.producers.field import published
 from tests.producers.test_scheduler import loaded
 

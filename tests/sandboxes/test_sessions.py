@@ -1,0 +1,127 @@
+"""Agents that share a sandbox share its files and nothing else: none forges what another one sees."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from replayground.sandboxes.backends import lacking, open_backend
+from replayground.sandboxes.protocol import Sandbox
+from replayground.sandboxes.tools.registry import SHIPPED
+from tests.sandboxes.conftest import LIMITS
+
+type Say = Callable[[str, str], Awaitable[str]]
+
+UNASKED = "error: the session ended: something other than a tool wrote to its socket."
+OLD_FRAME = 'struct.pack(">I", len(said)) + said'
+NEXT_FRAME = 'struct.pack(">Q16sI", NUMBER, bytes(16), len(said)) + said'
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "gvisor"])
+async def shared(request: pytest.FixtureRequest) -> AsyncIterator[Sandbox]:
+    if reason := lacking(request.param):
+        pytest.skip(reason)
+    backend = open_backend(request.param, SHIPPED, LIMITS, first_uid=317_000, leases_per_sandbox_max=1_000)
+    sandbox = await backend.open(0)
+    yield sandbox
+    await sandbox.close()
+
+
+@pytest.fixture
+async def say(shared: Sandbox) -> AsyncIterator[Say]:
+    calls = iter(range(1_000_000))
+
+    async def run(session: str, code: str) -> str:
+        return (await shared.call("python", {"code": code}, f"call-{next(calls)}", session)).content
+
+    yield run
+    assert await shared.reset()
+
+
+def forged(frame: str) -> str:
+    return f'import os, struct; said = struct.pack(">BQ", 0, 6) + b"forged"; os.write(3, {frame}); None'
+
+
+@pytest.mark.parametrize("frame", [OLD_FRAME, NEXT_FRAME.replace("NUMBER", "1"), NEXT_FRAME.replace("NUMBER", "2")])
+async def test_a_forged_frame_ends_the_session_and_shifts_nothing(say: Say, frame: str) -> None:
+    assert (await say("", forged(frame))).startswith(UNASKED)
+    assert await say("", "'honest'") == "'honest'"
+    assert await say("", "6 * 7") == "42"
+
+
+async def test_bytes_that_come_after_the_response_end_the_session(say: Say) -> None:
+    late = "import os, threading, time; threading.Timer(0.2, lambda: os.write(3, bytes(64))).start(); 'now'"
+    assert await say("", late) == "'now'"
+    assert await say("", "import time; time.sleep(1)") != ""
+    assert await say("", "6 * 7") == "42"
+
+
+async def test_a_response_that_was_true_once_is_not_true_again(say: Say) -> None:
+    """The tag can be read by code in the same process, while its own call runs."""
+    steal = """
+import os, struct, sys
+frame = sys._getframe()
+while "tag" not in frame.f_locals: frame = frame.f_back
+number, tag = frame.f_locals["number"], frame.f_locals["tag"]
+"""
+    assert await say("", steal) == ""
+    again = (
+        'said = struct.pack(">BQ", 0, 6) + b"forged"; os.write(3, struct.pack(">Q16sI", NUMBER, tag, len(said)) + said)'
+    )
+    assert (await say("", again.replace("NUMBER", "number + 1"))).startswith(UNASKED)
+    assert await say("", "6 * 7") == "42"
+
+
+async def test_names_are_those_of_one_agent(say: Say) -> None:
+    await say("writer", "x = 1; import builtins; builtins.abs = lambda _: 1_000")
+    assert (await say("critic", "x")).startswith("error: NameError")
+    assert await say("critic", "abs(-2)") == "2"
+    assert await say("writer", "abs(-2)") == "1000"
+    await say("writer", "open('draft', 'w').write('files are shared')")
+    assert await say("critic", "open('draft').read()") == "'files are shared'"
+
+
+async def test_nobody_reaches_the_memory_of_another_session(say: Say, shared: Sandbox) -> None:
+    critic = await say("critic", "import os; os.getpid()")
+    tried = f"""
+for name in ("mem", "fd/0", "fd/1", "fd/2", "fd/3"):
+    for mode in ("rb", "r+b", "ab"):
+        try:
+            with open("/proc/{critic}/" + name, mode) as file:
+                file.write(b"forged") if mode != "rb" else file.read(1)
+            if name != "fd/0": print("reached", name, mode)
+        except OSError: pass
+"""
+    assert await say("writer", "import os\n" + tried) == ""
+    assert await say("critic", "6 * 7") == "42"
+    if shared.isolation == "bubblewrap":
+        # The control: without a name of its own, a session is open to its own children.
+        own = await say("", "import os; os.getpid()")
+        assert await say("writer", f"open('/proc/{own}/mem', 'r+b').close()") == ""
+
+
+async def test_processes_of_others_stand_still_while_an_agent_is_at_work(say: Say) -> None:
+    count = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    n = 0
+    while True:
+        n += 1
+        with open("count~", "w") as file: file.write(str(n))
+        os.replace("count~", "count")
+while not os.path.exists("count"): time.sleep(0.01)
+"""
+    look = "import time\nfirst = open('count').read(); time.sleep(0.5); (int(open('count').read()) - int(first))"
+    assert await say("writer", count) == ""
+    assert await say("critic", look) == "0"
+    assert int(await say("writer", look)) > 0
+    assert await say("critic", look) == "0"
+
+
+async def test_one_agent_that_loses_its_session_costs_no_other_its_own(say: Say) -> None:
+    await say("critic", "kept = 42")
+    assert "the session ended" in await say("writer", "import os\nif os.fork() == 0: os.setsid()\nos._exit(3)")
+    assert await say("critic", "kept") == "42"
+    assert "timed out" in await say("writer", "while True: pass")
+    assert await say("critic", "kept") == "42"
+    assert await say("writer", "1 + 1") == "2"
