@@ -103,6 +103,9 @@ class Browser:
             raise
         return session
 
+    async def prove_health(self) -> None:
+        """Does nothing: the next session is opened in a new browser, if the old one died, and that is the proof."""
+
     async def close(self) -> None:
         for process in list(self.processes):
             await self._end(process)
@@ -370,7 +373,7 @@ class BrowserSession(MethodSession):
         except PlaywrightTimeout as error:
             raise ToolError(f"this could not be done in time: {explain(error)}") from None
         except PlaywrightError as error:
-            # Whatever Playwright reports, a dead browser is an infra error.
+            # Whatever Playwright reports: a dead browser must be replaced.
             if not self._process.is_alive:
                 raise OutsideFailed("the browser died") from error
             raise ToolError(explain(error)) from None

@@ -99,10 +99,10 @@ class OutsideCalls:
                     return await session.call(tool.name, arguments)
             except OutsideFailed as error:
                 if not tool.is_idempotent or attempt == ATTEMPTS_MAX:
-                    if tool.opening_proves_health:
-                        await self._reopen(tool.provider)
-                        raise ToolFailed(f"{error}. It was started anew: what it kept is lost") from error
-                    raise
+                    # Raises OutsideFailed, which ends the rollout, when the provider is not well.
+                    await tool.provider.prove_health()
+                    await self._reopen(tool.provider)
+                    raise ToolFailed(f"{error}. Other calls work, in a new session") from error
                 logger.warning("tool_call_retried", extra={"tool": tool.name, "attempt": attempt, "reason": str(error)})
             await asyncio.sleep(FIRST_WAIT_SECONDS * 2 ** (attempt - 1))
         # itertools.count never ends; mypy does not know.

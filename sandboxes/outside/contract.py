@@ -5,9 +5,11 @@ opened at the rollout's first call and closed with the rollout. Nothing here blo
 
 * agent: `ToolError`, with a text that helps the agent (an element that is not there, a file that is not an image).
 * tool:  `ToolFailed`, any other exception (a bug), or no result in time.
-* infra: `OutsideFailed` (a server that is unreachable, a browser that died). It ends the rollout by infra_error, as the
-  failure of a sandbox does. A tool that declares itself idempotent is retried a few times first; no other is repeated.
-  Where opening a session proves that the provider is well (MCP), a call that ended its server is a tool error.
+* infra: `OutsideFailed` (a server that is unreachable, a browser that died). A tool that declares itself idempotent is
+  retried a few times first; no other is repeated. Then the provider is tried with input that no agent chose
+  (`prove_health`) and opens another session. If that fails too, the rollout ends by infra_error, as after the failure
+  of a sandbox. If it succeeds, the call was at fault: a tool error. Otherwise an agent that knows a call which a
+  provider fails at could have its bad attempts repeated whenever it likes.
 """
 
 import functools
@@ -77,6 +79,11 @@ class Provider(Protocol):
         """Open a session for a rollout; may wait until one is free. Raises OutsideFailed or SandboxUnavailable."""
         ...
 
+    async def prove_health(self) -> None:
+        """Work on input that no agent can influence. Raises OutsideFailed when that fails. Called after a failed call,
+        before another session is opened: where opening is the proof, there is nothing to do."""
+        ...
+
     async def close(self) -> None:
         """Close everything. Idempotent."""
         ...
@@ -92,9 +99,6 @@ class OutsideTool(Tool, frozen=True, kw_only=True):
     provider: Provider
     is_idempotent: bool = False
     """True: calling it twice has the same effect as once, so it is retried after an infra error."""
-    opening_proves_health: bool = False
-    """True: a provider that opens a new session is well. If a call failed there, the call made it fail: a tool error,
-    since an agent that knows such a call could end its rollout by infra_error whenever it likes."""
     checks_arguments: bool = False
     """True: the session validates arguments by the full JSON schema; False: the workbench checks names and types."""
 

@@ -3,14 +3,17 @@
 The file is read through the sandbox's own `get`, which follows no links, and its type is decided by its first bytes.
 The tools change nothing, so a request that failed is repeated a few times.
 
-Status codes about the request (400, 413, 415, 422) are agent errors, since the agent chose the file. All others (a
-wrong key, an unknown model, too many requests, a server that is down) are infra errors.
+Status codes about the request (400, 413, 415, 422) are agent errors, since the agent chose the file. After any other
+failure (a wrong key, an unknown model, a server that is down) the server is asked about a file of our own: it is an
+infra error if that fails too, and otherwise the agent's file or question was at fault.
 
 Not covered: what the endpoint does with the file. The file leaves this machine if the endpoint is elsewhere.
 """
 
 import base64
+import io
 import os
+import wave
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +38,10 @@ CALL_GRACE_SECONDS = 15.0
 REFUSED_AS_ASKED = frozenset({400, 413, 415, 422})
 COMPLAINT_CHARACTERS_MAX = 300
 QUESTION_CHARACTERS_MAX = 4000
+WHITE_IMAGE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAAAAABWESUoAAAAGElEQVR42mP8z4AfMDGMKhhVMKpghCoAAKM9AT8q/1PbAAAAAElFTkSuQmCC"
+)
+"a PNG of 32 by 32 pixels: some vision models refuse smaller ones"
 
 
 class ModelEndpoint:
@@ -59,6 +66,13 @@ class ModelEndpoint:
 
     async def open(self, rollout_handle: RolloutHandle) -> "VisionSession | SpeechSession":
         return self._session(self, rollout_handle)
+
+    async def prove_health(self) -> None:
+        """Ask about a file of our own. Raises OutsideFailed unless the server answers with success."""
+        try:
+            await self._session.ask_for_proof(self)
+        except ToolError as error:
+            raise OutsideFailed(f"the model server refuses a file of our own: {error}") from error
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -121,20 +135,18 @@ class VisionSession(FileSession):
         media_type = image_type(data)
         if media_type is None:
             raise ToolError(f"{path} is no PNG, JPEG, GIF or WebP image")
-        url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
-        content = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": url}}]
-        request = {
-            "model": self._settings.model,
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": self._settings.answer_tokens_max,
-            "temperature": 0,
-        }
+        request = question_about(data, media_type, question, self._settings)
         answer = await self._endpoint.post("chat/completions", json=request)
         try:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise ToolFailed("the vision model's answer has no message") from None
         return ToolOutput(str(text or "").strip())
+
+    @staticmethod
+    async def ask_for_proof(endpoint: ModelEndpoint) -> None:
+        request = question_about(WHITE_IMAGE, "image/png", "Which colour is this?", endpoint.settings)
+        await endpoint.post("chat/completions", json=request)
 
 
 class SpeechSession(FileSession):
@@ -153,15 +165,45 @@ class SpeechSession(FileSession):
         kind = audio_type(data)
         if kind is None:
             raise ToolError(f"{path} is no WAV, MP3, FLAC, OGG, M4A or WebM audio")
-        fields = {"model": self._settings.model, "response_format": "json"}
-        if language is not None:
-            fields["language"] = language
-        # Some servers take the format from the file name. The agent's own file name is not sent.
-        files = {"file": (f"audio.{kind[0]}", data, kind[1])}
-        answer = await self._endpoint.post("audio/transcriptions", data=fields, files=files)
+        answer = await self._endpoint.post("audio/transcriptions", **recording(data, kind, language, self._settings))
         if not isinstance(answer.get("text"), str):
             raise ToolFailed("the speech model's answer has no text")
         return ToolOutput(answer["text"].strip())
+
+    @staticmethod
+    async def ask_for_proof(endpoint: ModelEndpoint) -> None:
+        content = recording(silence(), ("wav", "audio/wav"), None, endpoint.settings)
+        await endpoint.post("audio/transcriptions", **content)
+
+
+def question_about(data: bytes, media_type: str, question: str, settings: EndpointSettings) -> dict[str, Any]:
+    """The body of a chat completion about one image."""
+    url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+    content = [{"type": "text", "text": question}, {"type": "image_url", "image_url": {"url": url}}]
+    return {
+        "model": settings.model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": settings.answer_tokens_max,
+        "temperature": 0,
+    }
+
+
+def recording(data: bytes, kind: tuple[str, str], language: str | None, settings: EndpointSettings) -> dict[str, Any]:
+    """The fields and the file of a request for a transcription."""
+    fields = {"model": settings.model, "response_format": "json"}
+    if language is not None:
+        fields["language"] = language
+    # Some servers take the format from the file name. The agent's own file name is not sent.
+    return {"data": fields, "files": {"file": (f"audio.{kind[0]}", data, kind[1])}}
+
+
+def silence() -> bytes:
+    """Half a second of silence as WAV."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setparams((1, 2, 16_000, 0, "NONE", "not compressed"))
+        sound.writeframes(bytes(16_000))
+    return file.getvalue()
 
 
 def image_type(data: bytes) -> str | None:

@@ -71,6 +71,9 @@ class McpServer:
     async def open(self, rollout_handle: RolloutHandle) -> "McpSession":
         return await self._open_session()
 
+    async def prove_health(self) -> None:
+        """Does nothing: a server that opens another session is well."""
+
     async def close(self) -> None:
         """Every session ends with its rollout; what is left is the process that checks arguments."""
         await self.schema_process.close()
@@ -117,7 +120,6 @@ class McpServer:
             parameters=tool.input_schema,
             family=f"mcp.{self.name}",
             provider=self,
-            opening_proves_health=True,
             checks_arguments=True,
             is_idempotent=bool(hints and (hints.read_only_hint or hints.idempotent_hint)),
             call_timeout_seconds=self.settings.call_timeout_seconds,

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 ANSWER_BYTES_MAX = 4 * MEBIBYTE
 QUERY_CHARACTERS_MAX = 1000
 DOCUMENT_CHARACTERS_MAX = 8000
+PROOF_QUERY = "water"
 CORPORA_REMEMBERED_MAX = 8
 
 
@@ -68,6 +69,11 @@ class Search:
         if rollout_handle.world.corpus:
             return SearchSession(self, await self._corpus_of(rollout_handle.world.corpus))
         return SearchSession(self, self._corpus)
+
+    async def prove_health(self) -> None:
+        """Ask the endpoint for words that no agent chose; a corpus cannot fail. Raises OutsideFailed."""
+        if self.endpoint is not None:
+            await self.endpoint.ask(PROOF_QUERY)
 
     async def close(self) -> None:
         if self.endpoint is not None:
@@ -159,6 +165,10 @@ class Endpoint:
             return recording.results[:count], f"\n[as recorded on {recording.recorded_at}: {error}]"
         await self._keep(question, results)
         return results[:count], ""
+
+    async def ask(self, query: str) -> None:
+        """Ask for one result, which is neither recorded nor returned. Raises OutsideFailed."""
+        await self._ask(self._question(query, 1))
 
     def _question(self, query: str, count: int) -> SearchQuery:
         settings = self._settings

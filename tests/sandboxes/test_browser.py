@@ -8,6 +8,7 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from playwright.async_api import Error as PlaywrightError
@@ -353,21 +354,37 @@ async def test_a_page_that_eats_memory_is_held_or_crashes_alone() -> None:
         await browser.close()
 
 
-async def test_a_browser_that_dies_is_nobodys_fault_and_is_replaced() -> None:
+async def test_a_browser_that_dies_is_replaced_within_the_rollout() -> None:
+    """A tool error, since a page that the agent opened may have killed it: an infra error would repeat the attempt."""
     browser, running_before = Browser(), chromium_processes()
     try:
         async with rollout(browser) as call:
             await call("browser_open", url="http://shop.example/")
             (process,) = browser.processes
             kill_newest_jail()
-            with pytest.raises(OutsideFailed, match="the browser died"):
-                await call("browser_read")
-        async with rollout(browser) as call:
+            died = await call("browser_read")
+            assert (died.error_kind, died.content) == (
+                "tool",
+                "error: the browser died. Other calls work, in a new session",
+            )
             assert (await call("browser_open", url="http://shop.example/")).error_kind is None
             assert process not in browser.processes
     finally:
         await browser.close()
     await end_of(chromium_processes() - running_before)
+
+
+async def test_a_browser_that_dies_and_cannot_be_started_again_is_an_infra_error() -> None:
+    browser = Browser()
+    try:
+        async with rollout(browser) as call:
+            await call("browser_open", url="http://shop.example/")
+            browser.settings = msgspec.structs.replace(browser.settings, chromium="/usr/bin/false")
+            kill_newest_jail()
+            with pytest.raises(OutsideFailed, match="Chromium did not start"):
+                await call("browser_read")
+    finally:
+        await browser.close()
 
 
 def chromium_processes() -> set[psutil.Process]:

@@ -15,7 +15,15 @@ from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
 from replayground.sandboxes.outside import calls
 from replayground.sandboxes.outside.config import EndpointSettings
 from replayground.sandboxes.outside.contract import OutsideFailed
-from replayground.sandboxes.outside.endpoints import ModelEndpoint, SpeechSession, VisionSession, audio_type, image_type
+from replayground.sandboxes.outside.endpoints import (
+    WHITE_IMAGE,
+    ModelEndpoint,
+    SpeechSession,
+    VisionSession,
+    audio_type,
+    image_type,
+    silence,
+)
 from replayground.sandboxes.pool import Pool
 from replayground.sandboxes.tools.registry import SHIPPED, toolset
 from replayground.sandboxes.workbench import Workbench
@@ -30,11 +38,15 @@ class ModelServer:
         self.url = ""
         self.status = 200
         self.requests = 0
+        self.fails_at: bytes | None = None
+        "bytes in a request at which it fails"
 
     async def complete(self, request: web.Request) -> web.Response:
         self.requests += 1
         if self.status != 200:
             return web.json_response({"error": {"message": "not today", "type": "test"}}, status=self.status)
+        if self.fails_at is not None and self.fails_at in await request.read():
+            return web.Response(status=500)
         body = await request.json()
         (message,) = body["messages"]
         assert (body["model"], message["role"], request.headers["Authorization"]) == ("eyes", "user", "Bearer s3cret")
@@ -52,7 +64,10 @@ class ModelServer:
         form = await request.post()
         file = form["file"]
         assert isinstance(file, web.FileField)
-        with wave.open(io.BytesIO(file.file.read())) as sound:
+        data = file.file.read()
+        if self.fails_at is not None and self.fails_at in data:
+            return web.Response(status=500)
+        with wave.open(io.BytesIO(data)) as sound:
             seconds = sound.getnframes() / sound.getframerate()
         fields = f"{form['model']!s} {form.get('language')!s}"
         said = f" {fields} {file.filename} {file.content_type} {seconds:.1f} s "
@@ -165,8 +180,39 @@ async def test_a_server_that_fails_is_asked_again_and_is_an_infra_error(server: 
         await rollout.sandboxes[0].put("red.png", picture())
         with pytest.raises(OutsideFailed, match=f"chat/completions answered {status}: not today"):
             await rollout.call("ask_image", path="red.png", question="?")
-    assert server.requests == calls.ATTEMPTS_MAX
+    assert server.requests == calls.ATTEMPTS_MAX + 1, "and once about a picture of our own"
     await endpoint.close()
+
+
+async def test_a_question_at_which_the_server_fails_is_a_tool_error(server: ModelServer) -> None:
+    """Else whoever knows such a question could have bad attempts repeated."""
+    endpoint = vision(server)
+    server.fails_at = b"the word that ends you"
+    async with rollout_of(endpoint) as rollout:
+        await rollout.call("ask_image", path="red.png", question="?")
+        await rollout.sandboxes[0].put("red.png", picture())
+        failed = await rollout.call("ask_image", path="red.png", question="the word that ends you")
+        assert (failed.error_kind, "answered 500" in failed.content) == ("tool", True), failed.content
+        assert (await rollout.call("ask_image", path="red.png", question="?")).error_kind is None
+    await endpoint.close()
+
+
+async def test_a_sound_at_which_the_server_fails_is_a_tool_error(server: ModelServer) -> None:
+    endpoint = ModelEndpoint(EndpointSettings(url=server.url, model="ears"), SpeechSession)
+    server.fails_at = b"\x11\x22\x33\x44" * 4
+    async with rollout_of(endpoint) as rollout:
+        await rollout.call("transcribe_audio", path="talk.wav")
+        await rollout.sandboxes[0].put("talk.wav", sound() + server.fails_at)
+        failed = await rollout.call("transcribe_audio", path="talk.wav")
+        assert (failed.error_kind, "answered 500" in failed.content) == ("tool", True), failed.content
+    await endpoint.close()
+
+
+def test_files_of_our_own_are_what_they_should_be() -> None:
+    with Image.open(io.BytesIO(WHITE_IMAGE)) as image:
+        assert (image.size, image.convert("RGB").getextrema()) == ((32, 32), ((255, 255),) * 3)
+    with wave.open(io.BytesIO(silence())) as sound:
+        assert sound.getnframes() / sound.getframerate() == 0.5
 
 
 async def test_no_server_is_an_infra_error() -> None:

@@ -10,7 +10,7 @@ from aiohttp import web
 from replayground.sandboxes.outside import calls
 from replayground.sandboxes.outside.config import SearchSettings
 from replayground.sandboxes.outside.contract import OutsideFailed
-from replayground.sandboxes.outside.search import Search, dig
+from replayground.sandboxes.outside.search import PROOF_QUERY, Search, dig
 from replayground.sandboxes.outside.search_recordings import SearchRecordings
 from replayground.sandboxes.worlds.perturbations import Rule
 from replayground.sandboxes.worlds.world import World
@@ -34,9 +34,9 @@ class SearxngLike:
 
     async def search(self, request: web.Request) -> web.Response:
         self.queries.append(dict(request.query))
-        if self.status != 200:
-            return web.Response(status=self.status, text="Too many requests")
         query = request.query["q"]
+        if self.status != 200 or "the word that ends you" in query:
+            return web.Response(status=self.status if self.status != 200 else 500, text="Too many requests")
         results = [
             {
                 "url": f"https://site{number}.example/{query}",
@@ -148,7 +148,18 @@ async def test_an_endpoint_that_refuses_what_was_never_recorded_is_an_infra_erro
     async with rollout_of(search) as rollout:
         with pytest.raises(OutsideFailed, match=f"the search endpoint answered {status}"):
             await rollout.call("search", query="lamps")
-    assert len(engine.queries) == calls.ATTEMPTS_MAX  # a search may be repeated, so it was, a bounded number of times
+    # A search may be repeated, so it was, a bounded number of times; then words of our own were tried.
+    assert [query["q"] for query in engine.queries] == ["lamps"] * calls.ATTEMPTS_MAX + [PROOF_QUERY]
+    await search.close()
+
+
+async def test_a_query_at_which_the_endpoint_fails_is_a_tool_error(engine: SearxngLike, tmp_path: Path) -> None:
+    """Else whoever knows such a query could have bad attempts repeated."""
+    search = Search(SearchSettings(endpoint=engine.url, recordings=str(tmp_path)))
+    async with rollout_of(search) as rollout:
+        failed = await rollout.call("search", query="the word that ends you")
+        assert (failed.error_kind, "answered 500" in failed.content) == ("tool", True), failed.content
+        assert (await rollout.call("search", query="lamps")).error_kind is None
     await search.close()
 
 

@@ -45,8 +45,17 @@ class Till:
         self.happened.append(f"open for {rollout_handle.owner} in {rollout_handle.world.name}")
         return TillSession(self, rollout_handle)
 
+    async def prove_health(self) -> None:
+        self.happened.append("prove")
+        self.fail_if_told()
+
     async def close(self) -> None:
         self.happened.append("end")
+
+    def fail_if_told(self) -> None:
+        if self.failures_to_come:
+            self.failures_to_come -= 1
+            raise OutsideFailed("the till is on fire")
 
 
 class TillSession(MethodSession):
@@ -67,7 +76,7 @@ class TillSession(MethodSession):
         coins: how many
         """
         self._till.happened.append(f"pay {coins}")
-        self._fail_if_told()
+        self._till.fail_if_told()
         if coins < 0:
             raise ToolError("coins cannot be taken out")
         if coins == 13:
@@ -80,7 +89,7 @@ class TillSession(MethodSession):
     async def count(self) -> ToolOutput:
         """Count the coins."""
         self._till.happened.append("count")
-        self._fail_if_told()
+        self._till.fail_if_told()
         return ToolOutput("x" * 20_000)
 
     @tool_method(is_idempotent=True)
@@ -93,11 +102,6 @@ class TillSession(MethodSession):
     async def audit(self, path: str) -> ToolOutput:
         """Read a file of the sandbox."""
         return ToolOutput((await self._rollout_handle.get_file(path)).decode())
-
-    def _fail_if_told(self) -> None:
-        if self._till.failures_to_come:
-            self._till.failures_to_come -= 1
-            raise OutsideFailed("the till is on fire")
 
 
 @pytest.fixture
@@ -141,9 +145,20 @@ async def test_errors_are_classed(till: Till) -> None:
         assert (its.error_kind, its.content) == ("tool", "error: the drawer is stuck")
         bug = await rollout.call("pay", coins=666)
         assert (bug.error_kind, bug.content) == ("tool", "error: ZeroDivisionError: a bug")
-        till.failures_to_come = 1
+        till.failures_to_come = 2
         with pytest.raises(SandboxFailed, match="on fire"):
             await rollout.call("pay", coins=1)
+
+
+async def test_a_call_that_fails_where_others_succeed_is_no_infra_error(till: Till) -> None:
+    """An agent that knows such a call could else have its bad attempts repeated."""
+    async with rollout_of(till, World(name="fair")) as rollout:
+        till.failures_to_come = 1
+        failed = await rollout.call("pay", coins=1)
+        assert failed.error_kind == "tool"
+        assert failed.content == "error: the till is on fire. Other calls work, in a new session"
+        assert till.happened[-4:] == ["pay 1", "prove", "close", "open for test in fair"]
+        assert await rollout.text("pay", coins=2) == "2 paid"
 
 
 async def test_only_what_is_idempotent_is_repeated_and_not_for_ever(till: Till) -> None:
