@@ -21,7 +21,7 @@ ErrorKind = Literal["agent", "tool", "infra"]
 Verdict = Literal["scored", "excluded"]
 StepKind = Literal["initial", "sft", "grpo"]
 WeightsKind = Literal["full", "lora", "delta"]
-RunKind = Literal["practise", "replay", "retrain"]
+RunKind = Literal["practise", "replay", "retrain", "sft", "eval"]
 EndReason = Literal["finished", "stopped", "failed", "taken_over"]
 Command = Literal["pause", "resume", "drain", "hold", "release", "cancel"]
 RetiredCommand = Literal["promote", "roll_back"]
@@ -351,6 +351,13 @@ class RewardAssigned(Event, frozen=True, kw_only=True):
     ended_by: EndedBy
     tokens_sampled: int
     policy_version_oldest: int | None
+    # All below were added after release 0.1.0.
+    scorer_set: str = ""
+    "names and versions of all scorers of the task, as in GroupCompleted; empty in older events"
+    weight: float = 1.0
+    "how much the score counts in the reward of the attempt, which is the weighted sum over all its scorers"
+    passed: bool | None = None
+    "whether the attempt passed by this scorer; null when the scorer does not decide that, and in older events"
 
 
 class GroupMember(Value, frozen=True, kw_only=True):
@@ -365,6 +372,9 @@ class GroupMember(Value, frozen=True, kw_only=True):
     valid: bool
     tokens_sampled: int
     policy_version_oldest: int | None
+    # Added after release 0.1.0.
+    passed: bool | None = None
+    "whether the attempt passed; null in older events"
 
 
 class GroupCompleted(Event, frozen=True, kw_only=True):
@@ -387,6 +397,9 @@ class BatchMember(Value, frozen=True, kw_only=True):
     trajectory: Address
     reward: float
     advantage: float
+    # Added after release 0.1.0.
+    passed: bool | None = None
+    "whether the attempt passed; null in older events"
 
 
 class Position(Value, frozen=True, kw_only=True):
@@ -423,6 +436,8 @@ class BatchCut(Event, frozen=True, kw_only=True):
     "newest among the oldest versions of all groups named here: when it is too old to be admitted, so is each of them"
     groups_stale_unnamed: int = 0
     "stale groups besides those named: of the groups that it did not take, a batch names the newest 256 of each partition"
+    scorer_sets: list[str] = []
+    "scorer sets of its groups, each once, sorted; empty in older events"
 
 
 class StepTaken(Event, frozen=True, kw_only=True):
@@ -458,6 +473,13 @@ class Probe(Value, frozen=True, kw_only=True):
     "of tokens 1 … n - 1 given those before"
 
 
+class VersionAddress(Value, frozen=True, kw_only=True):
+    """A weight version of some run."""
+
+    run_id: str
+    version: int
+
+
 class WeightsPublished(Event, frozen=True, kw_only=True):
     """A weight version exists, is whole and is named by digest."""
 
@@ -471,6 +493,9 @@ class WeightsPublished(Event, frozen=True, kw_only=True):
     "what the trainer needs besides to go on from it"
     batches: list[str]
     probe: Probe
+    # Added after release 0.1.0.
+    copied_from: VersionAddress | None = None
+    "the version of another run that this one is a copy of; null where the run made it itself"
 
 
 class WeightsLoaded(Event, frozen=True, kw_only=True):
@@ -537,6 +562,10 @@ class RunStarted(Event, frozen=True, kw_only=True):
     "user and machine"
     sources: list[str] = []
     "runs whose trajectories this one replays"
+    scorers: dict[str, str] = {}
+    "versions of the scorers that judge this run, by name: a run never changes them; empty in older events"
+    request: str = ""
+    "JSON of what a replay, a retraining, an SFT or an evaluation was asked to do; empty for practice"
 
 
 class RunResumed(Event, frozen=True, kw_only=True):
@@ -586,6 +615,28 @@ class SnapshotTaken(Event, frozen=True, kw_only=True):
     state: bytes
 
 
+# A name for a choice of experience: it can be inspected, exported, and trained on again. Addresses are packed, since a
+# selection may have millions (schemas.packed).
+class TrajectoriesSelected(Event, frozen=True, kw_only=True):
+    """Trajectories were chosen, by runs or by a question in SQL, to be replayed or learned from."""
+
+    number: ClassVar[int] = 23
+    name: str
+    "by which people refer to it; the run that uses it when it was not named"
+    runs: list[str]
+    "source runs; empty = all"
+    where: str
+    "condition in SQL over the view `trajectories`; empty = all of the source runs"
+    partitions: bytes
+    "partition of topic trajectories of each one, packed int32, in the order of partition and offset"
+    offsets: bytes
+    "offset of each one, packed int64, in the same order"
+    group_sizes: bytes
+    "how many members of its group were chosen, packed int32, in the same order"
+    sha256: str
+    "of partitions, offsets and group_sizes: equal selections have equal digests"
+
+
 class EventRejected(Event, frozen=True, kw_only=True):
     """A message that a stage could not take, whole and with its address."""
 
@@ -621,5 +672,6 @@ EVENTS: tuple[type[Event], ...] = (
     RunEnded,
     AttemptEnded,
     SnapshotTaken,
+    TrajectoriesSelected,
     EventRejected,
 )

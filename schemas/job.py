@@ -45,10 +45,15 @@ class Score(Struct, frozen=True, kw_only=True):
     parts: dict[str, float] = {}
     evidence: str = ""
     excluded_because: str | None = None
+    passed: bool | None = None
+    "whether the attempt passed; None = decided by the scorer's pass mark"
 
 
 class Scorer(Protocol):
-    """Scores a trajectory. It should be pure: replay scores a trajectory again and expects the same result."""
+    """Scores a trajectory. It should be pure: replay scores a trajectory again and expects the same result.
+
+    A scorer may also have `weight` (how much its score counts in the reward; 1) and `pass_mark` (the score from which
+    on an attempt has passed; 1, and None for a scorer that does not decide it, such as a penalty)."""
 
     name: str
     version: str

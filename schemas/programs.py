@@ -28,6 +28,7 @@ from replayground.schemas.events import (
     TaskSubmitted,
     ToolCalled,
     ToolObserved,
+    TrajectoriesSelected,
     TrajectoryAssembled,
     TurnGenerated,
     WeightsLoaded,
@@ -176,7 +177,7 @@ ACCESS: tuple[Access, ...] = (
     Access(
         OPERATOR,
         reads=_EVERY_TOPIC,
-        writes=(RunStarted, RunResumed, RunEnded, TaskSubmitted, ControlIssued),
+        writes=(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued),
         of_field=True,
         makes_topics=True,
         # Redriving a dead letter writes it to its original topic, whichever that is.

@@ -122,6 +122,8 @@ TOPICS: tuple[Topic, ...] = (
     Topic("attempts", (events.AttemptEnded,), _field("group_id")),
     Topic("rewards", (events.RewardAssigned,), _field("group_id"), rejected_by="group"),
     Topic("groups", (events.GroupCompleted,), _field("group_id"), rejected_by="cut"),
+    # One partition: people look selections up by name, and the newest of a name counts.
+    Topic("selections", (events.TrajectoriesSelected,), _field("run_id"), partitions=1),
     # One partition from here on: its order is the order of training.
     Topic("batches", (events.BatchCut,), _field("run_id"), partitions=1),
     Topic("steps", (events.StepTaken,), _field("run_id"), partitions=1),

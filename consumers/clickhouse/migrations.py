@@ -193,8 +193,18 @@ _VIEWS = (
         JSONExtractString(body, 'scorer_version') AS scorer_version, JSONExtractInt(body, 'index') AS index,
         JSONExtract(body, 'parts', 'Map(String, Float64)') AS parts, JSONExtractString(body, 'evidence') AS evidence,
         JSONExtract(body, 'excluded_because', 'Nullable(String)') AS excluded_because,
-        JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled""",
+        JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
+        JSONExtractString(body, 'scorer_set') AS scorer_set,
+        ifNull(JSONExtract(body, 'weight', 'Nullable(Float64)'), 1) AS weight,
+        JSONExtract(body, 'passed', 'Nullable(Bool)') AS passed""",
         derived=True,
+    ),
+    _view(
+        "selections",
+        "TrajectoriesSelected",
+        """JSONExtractString(body, 'name') AS name, JSONExtract(body, 'runs', 'Array(String)') AS runs,
+        JSONExtractString(body, 'where') AS where_sql, JSONExtractInt(body, 'trajectories') AS trajectories,
+        JSONExtractString(body, 'sha256') AS sha256""",
     ),
     _view(
         "groups",
@@ -270,6 +280,18 @@ STATEMENTS: tuple[str, ...] = (*_PROJECTIONS, *_VIEWS)
 "run after TABLE"
 TABLES: tuple[str, ...] = (
     *("events", "runs", "tasks", "turns", "calls", "observations", "tool_calls", "ends", "trajectories", "attempts"),
-    *("rewards", "groups", "batches", "steps", "weights", "serving", "control", "workers", "snapshots", "rejects"),
+    *(
+        "rewards",
+        "selections",
+        "groups",
+        "batches",
+        "steps",
+        "weights",
+        "serving",
+        "control",
+        "workers",
+        "snapshots",
+        "rejects",
+    ),
 )
 "what the SQL of a user may read (sql_guard)"

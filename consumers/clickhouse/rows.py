@@ -19,6 +19,7 @@ from replayground.schemas.events import (
     RolloutEnded,
     SnapshotTaken,
     StepTaken,
+    TrajectoriesSelected,
     TrajectoryAssembled,
     TurnGenerated,
     WeightsLoaded,
@@ -77,6 +78,11 @@ def _body(event: Event) -> dict[str, Any]:
     if isinstance(event, SnapshotTaken):
         del body["state"]
         body["size_bytes"] = len(event.state)
+    # Packed addresses, millions perhaps: they are read from the log.
+    if isinstance(event, TrajectoriesSelected):
+        for packed in ("partitions", "offsets", "group_sizes"):
+            del body[packed]
+        body["trajectories"] = token_count(event.partitions)
     return body
 
 

@@ -9,7 +9,7 @@ from replayground.streams.hops.messages_to_trajectories import AssembleTrajector
 from replayground.streams.hops.rewards_to_groups import GroupRewards
 from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories
 from replayground.streams.rules.advantage import AdvantageKind
-from replayground.streams.rules.scoring import scorers_by_name
+from replayground.streams.rules.scoring import scorers_by_name, versions_of
 
 
 def hops(
@@ -20,9 +20,10 @@ def hops(
 ) -> tuple[Hop, ...]:
     """The hops of a job. `…_remembered`: how many of the newest keys of each partition are kept after they are closed
     (streams.horizon). Raises BadInput when two scorers have the same name."""
+    scorers = scorers_by_name(own_scorers)
     # The cutter is not among them: it is a program of its own, for its transactions (streams.cut).
     return (
         AssembleTrajectories(trajectories_remembered),
-        ScoreTrajectories(scorers_by_name(own_scorers)),
-        GroupRewards(advantage, groups_remembered),
+        ScoreTrajectories(scorers),
+        GroupRewards(advantage, groups_remembered, versions_of(scorers)),
     )

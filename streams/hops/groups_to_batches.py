@@ -33,7 +33,7 @@ from replayground.streams.hops.rewards_to_groups import GROUPED_PURPOSES
 from replayground.streams.rules.staleness import is_admitted, oldest_version, trained_members
 
 # Part of the id of a batch: change it when the same groups would give another batch.
-CODE_VERSION = "cut-2"
+CODE_VERSION = "cut-3"
 STATE_VERSION = "cutting-2"
 "of CutState: a snapshot of another version is ignored"
 NOT_TAKEN_REMEMBERED = 256
@@ -224,6 +224,7 @@ class CutGroups:
             groups_passed=sorted(group.group_id for group in not_taken if not group.is_stale),
             policy_ceiling=state.ceiling,
             positions=self.positions(state),
+            scorer_sets=sorted({group.scorer_set for group in groups}),
         )
 
     def _meta(self, index: int, groups: list[GroupCompleted]) -> Meta:
@@ -263,4 +264,5 @@ def _batch_member(group: GroupCompleted, member: GroupMember) -> BatchMember:
         trajectory=member.trajectory,
         reward=member.reward,
         advantage=member.advantage,
+        passed=member.passed,
     )

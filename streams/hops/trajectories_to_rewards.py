@@ -3,7 +3,7 @@
 A scorer that does not exist, fails, or returns no valid score excludes the trajectory with the reason. So no error of a
 job leaves a group waiting for a reward."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,12 +12,14 @@ from replayground.schemas.events import Address, Event, Meta, RewardAssigned, Tr
 from replayground.schemas.ids import derived_id
 from replayground.schemas.job import Scorer
 from replayground.streams.hops.hop import Outcome
-from replayground.streams.rules.scoring import score_trajectory
+from replayground.streams.rules.reward import UNKNOWN_VERSION, scorer_set
+from replayground.streams.rules.scoring import decision_of, score_trajectory, versions_of, weight_of
+
+# Part of the id of a reward: change it when the same trajectory and scorer would give another event.
+CODE_VERSION = "score-2"
 
 NO_SCORER = "none"
 "scorer in the excluded reward of a task without scorers"
-UNKNOWN_VERSION = "unknown"
-"version of a scorer that the job does not have"
 
 
 class ScoreTrajectories:
@@ -30,6 +32,7 @@ class ScoreTrajectories:
 
     def __init__(self, scorers: Mapping[str, Scorer]) -> None:
         self._scorers = scorers
+        self._versions = versions_of(scorers)
 
     def is_closed(self, state: None) -> bool:
         return True
@@ -42,19 +45,22 @@ class ScoreTrajectories:
             return Outcome(refused=f"{type(event).__name__} cannot be scored")
         # At least one reward: without any, the group would never hear of this member.
         names = event.task.scorers or [NO_SCORER]
-        return Outcome(events=[self._reward(event, address, name) for name in names])
+        return Outcome(events=[self._reward(event, address, name, names) for name in names])
 
-    def _reward(self, trajectory: TrajectoryAssembled, address: Address, name: str) -> RewardAssigned:
+    def _reward(
+        self, trajectory: TrajectoryAssembled, address: Address, name: str, names: Sequence[str]
+    ) -> RewardAssigned:
+        scorer = self._scorers.get(name)
         score = score_trajectory(trajectory, name, self._scorers)
-        version = self._scorers[name].version if name in self._scorers else UNKNOWN_VERSION
+        judges = scorer_set(names, self._versions)
         return RewardAssigned(
-            meta=_meta(trajectory, name, version),
+            meta=_meta(trajectory, name, judges),
             trajectory=address,
             index=trajectory.index,
             group_size=trajectory.task.group_size,
             scorers=trajectory.task.scorers,
             scorer=name,
-            scorer_version=version,
+            scorer_version=self._versions.get(name, UNKNOWN_VERSION),
             score=score.score,
             parts=score.parts,
             evidence=score.evidence,
@@ -63,13 +69,17 @@ class ScoreTrajectories:
             ended_by=trajectory.ended_by,
             tokens_sampled=trajectory.tokens_sampled,
             policy_version_oldest=trajectory.policy_version_oldest,
+            scorer_set=judges,
+            weight=1.0 if scorer is None else weight_of(scorer),
+            passed=None if scorer is None else decision_of(scorer, score),
         )
 
 
-def _meta(trajectory: TrajectoryAssembled, scorer: str, version: str) -> Meta:
+def _meta(trajectory: TrajectoryAssembled, scorer: str, judges: str) -> Meta:
     changes: dict[str, Any] = {
-        # The version too: replay with a changed scorer gives new rewards, not repeats.
-        "id": derived_id("RewardAssigned", trajectory.meta.id, scorer, version),
+        # The run, since a replay judges the trajectories of another one; the set, since a changed scorer gives new
+        # rewards, not repeats.
+        "id": derived_id("RewardAssigned", trajectory.meta.run_id, trajectory.meta.id, scorer, judges, CODE_VERSION),
         "category": "reward",
         "topic": "rewards",
         "sender": f"score/{scorer}",

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import TrajectoryAssembled
 from replayground.schemas.job import Score, Scorer
+from replayground.streams.rules.reward import PASS_MARK, SCORE_MAX, passes
 
 
 class ExactMatch:
@@ -36,9 +37,27 @@ def scorers_by_name(own: Iterable[Scorer]) -> Mapping[str, Scorer]:
     return scorers
 
 
-SCORE_MAX = 1e9
-"largest absolute score: sums and squares of such scores are finite, and so are advantages"
 _REASON_CHARACTERS_MAX = 500
+
+
+def weight_of(scorer: Scorer) -> float:
+    """How much its score counts in the reward. Raises TypeError, ValueError for what is no number."""
+    weight = float(getattr(scorer, "weight", 1.0))
+    if not abs(weight) <= SCORE_MAX:
+        raise ValueError(f"weight {weight} is not a number between -{SCORE_MAX:g} and {SCORE_MAX:g}")
+    return weight
+
+
+def decision_of(scorer: Scorer, score: Score) -> bool | None:
+    """Whether the attempt passed by this scorer: what the score itself says, else the scorer's pass mark."""
+    if score.excluded_because is not None:
+        return None
+    mark: float | None = getattr(scorer, "pass_mark", PASS_MARK)
+    return passes(score.score, mark) if score.passed is None else score.passed
+
+
+def versions_of(scorers: Mapping[str, Scorer]) -> dict[str, str]:
+    return {name: str(scorer.version) for name, scorer in sorted(scorers.items())}
 
 
 def score_trajectory(trajectory: TrajectoryAssembled, name: str, scorers: Mapping[str, Scorer]) -> Score:
@@ -67,6 +86,7 @@ def checked(score: object) -> Score:
         parts={str(name): float(value) for name, value in score.parts.items()},
         evidence=str(score.evidence),
         excluded_because=None if score.excluded_because is None else str(score.excluded_because),
+        passed=None if score.passed is None else bool(score.passed),
     )
     for value in (plain.score, *plain.parts.values()):
         # Not `>`: a comparison with NaN is False.

@@ -38,6 +38,7 @@ from replayground.schemas.events import (
     TaskSubmitted,
     ToolCalled,
     ToolObserved,
+    TrajectoriesSelected,
     TrajectoryAssembled,
     TurnGenerated,
     Utterance,
@@ -170,6 +171,18 @@ class SyntheticRun:
             state=b"a state of some size",
         )
 
+    def _selection(self) -> TrajectoriesSelected:
+        return TrajectoriesSelected(
+            meta=self._meta("selections", "selection"),
+            name="short ones",
+            runs=[self.run.run_id],
+            where="turns < 3",
+            partitions=pack_tokens([0, 1]),
+            offsets=bytes(16),
+            group_sizes=pack_tokens([1, 1]),
+            sha256="0" * 64,
+        )
+
     def _evaluation(self, version: int, chance: float, kinds: tuple[str, ...]) -> Iterator[Event]:
         yield self._control("hold", version)
         for kind in kinds:
@@ -195,6 +208,7 @@ class SyntheticRun:
         yield batch
         yield from self._heartbeats(step, version)
         yield self._snapshot()
+        yield self._selection()
         yield from self._weights(version + 1, "grpo", batch)
         if step % 10 == 0 and step < job.steps:
             yield from self._evaluation(version + 1, chance, ("sampled",))

@@ -3,7 +3,7 @@
 import msgspec
 
 from replayground.consumers.clickhouse.rows import UNDECODABLE, encode_rows, event_row, undecodable_row
-from replayground.schemas.events import EVENTS, Address, AgentMessaged, Event, Meta, SnapshotTaken
+from replayground.schemas.events import EVENTS, Address, AgentMessaged, Event, Meta, SnapshotTaken, TrajectoriesSelected
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
 _CLASSES = {kind.__name__: kind for kind in EVENTS}
@@ -30,8 +30,8 @@ def test_the_events_tried_are_of_every_kind() -> None:
 
 def test_an_event_can_be_made_again_from_its_row() -> None:
     for offset, event in enumerate(one_of_each()):
-        if isinstance(event, SnapshotTaken):
-            continue  # its row has no state
+        if isinstance(event, SnapshotTaken | TrajectoriesSelected):
+            continue  # its row has no state, no addresses
         line = encode_rows([event_row(Address(event.meta.topic, 3, offset), event)])
         row = msgspec.json.decode(line)
         assert (row["topic"], row["partition"], row["offset"]) == (event.meta.topic, 3, offset)
@@ -65,6 +65,13 @@ def test_a_snapshot_has_a_row_without_its_state() -> None:
         "positions": positions,
         "size_bytes": len(event.state),
     }
+
+
+def test_a_selection_has_a_row_with_its_size_instead_of_its_addresses() -> None:
+    (event,) = [event for event in one_of_each() if isinstance(event, TrajectoriesSelected)]
+    row = msgspec.json.decode(encode_rows([event_row(Address("selections", 0, 0), event)]))
+    assert row["body"]["trajectories"] == 2
+    assert "offsets" not in row["body"]
 
 
 def test_a_message_that_is_no_event_has_a_row_with_all_its_bytes() -> None:

@@ -1,0 +1,74 @@
+"""What the reward of an attempt is, and when an attempt has passed. Every other module takes both from here, or from a
+field that was filled by these rules. Pure.
+
+Several scorers may judge one attempt. Its reward is the weighted sum of their scores. It has passed when every scorer
+that decides so says so, at least one decides, and none excluded it. The rules stand here twice, for Python and for SQL;
+a test compares them on real stores.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from replayground.schemas.events import RewardAssigned
+
+PASS_MARK = 1.0
+"score of a scorer that names no mark of its own, from which on an attempt has passed"
+SCORE_MAX = 1e9
+"largest absolute score: sums and squares of such scores are finite, and so are advantages"
+_ROUNDING = 1e-6
+
+
+def reward_of(rewards: Sequence[RewardAssigned]) -> float:
+    """The reward of an attempt, from one RewardAssigned of each of its scorers. What is excluded adds nothing."""
+    # fsum is exact: the order in which the rewards arrived changes nothing.
+    return math.fsum(reward.weight * reward.score for reward in rewards if is_valid((reward,)))
+
+
+def is_valid(rewards: Sequence[RewardAssigned]) -> bool:
+    """Whether the reward counts: no scorer excluded the attempt, and every score is a number."""
+    return all(reward.verdict == "scored" and _is_finite(reward) for reward in rewards)
+
+
+def has_passed(rewards: Sequence[RewardAssigned]) -> bool:
+    """Whether an attempt passed, from one RewardAssigned of each of its scorers."""
+    decisions = [decision for reward in rewards if (decision := _decision(reward)) is not None]
+    return is_valid(rewards) and bool(decisions) and all(decisions)
+
+
+def passes(score: float, pass_mark: float | None) -> bool | None:
+    """What a scorer with this pass mark decides; None when it has none, like a penalty."""
+    return None if pass_mark is None else score >= pass_mark - _ROUNDING
+
+
+def scorer_set(names: Sequence[str], versions: Mapping[str, str]) -> str:
+    """The scorers that judge an attempt together, with their versions: part of the identity of rewards and groups."""
+    return "+".join(sorted(f"{name}:{versions.get(name, UNKNOWN_VERSION)}" for name in names))
+
+
+UNKNOWN_VERSION = "unknown"
+"version of a scorer that the job does not have"
+
+
+def _decision(reward: RewardAssigned) -> bool | None:
+    # Older events have neither a scorer set nor a decision.
+    if not reward.scorer_set:
+        return passes(reward.score, PASS_MARK)
+    return reward.passed
+
+
+def _is_finite(reward: RewardAssigned) -> bool:
+    """False for NaN and infinity, which must not reach the advantages: other programs may write rewards too."""
+    return abs(reward.score) <= SCORE_MAX and abs(reward.weight) <= SCORE_MAX
+
+
+# Over rows of RewardAssigned, grouped by attempt. `passed` is -1 where the scorer does not decide; rows of older events
+# are filled by DECISION_SQL.
+DECISION_SQL = (
+    f"multiIf(scorer_set = '', toInt8(ifNull(score, 0) >= {PASS_MARK - _ROUNDING}), "
+    "isNull(passed), toInt8(-1), toInt8(passed))"
+)
+"of one row: 1 passed, 0 failed, -1 not decided by this scorer"
+ATTEMPT_REWARD_SQL = "sum(if(verdict = 'scored', weight * ifNull(score, 0), 0))"
+ATTEMPT_PASSED_SQL = (
+    "toUInt8(countIf(verdict != 'scored') = 0 AND countIf(decision = 0) = 0 AND countIf(decision = 1) > 0)"
+)
