@@ -36,7 +36,7 @@ SIGNATURES = {
     "RunRecord": "(run_id, job, seed, state, started_at, started_by, steps, steps_target, pass_at_1)",
     "Sandbox": "(*tools, world=None, seed=0)",
     "Sandbox.call": "(self, tool, /, **arguments)",
-    "Score": "(*, score, parts=<factory>, evidence='', excluded_because=None)",
+    "Score": "(*, score, parts=<factory>, evidence='', excluded_because=None, passed=None)",
     "Scorer": None,
     "Scorer.score": "(self, trajectory)",
     "Series": "(*, name, steps)",
