@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replayground.deploy import authoring
-from replayground.deploy.operate import commands, inspection
+from replayground.deploy.operate import commands, experience, inspection
 from replayground.deploy.options import FIELD, EchoOnce, Field, RunArgument, console
 from replayground.deploy.options import echo as _say
 from replayground.schemas.errors import BadInput, ReplaygroundError
@@ -233,6 +233,7 @@ app.command()(commands.acls)
 app.command()(commands.reconcile)
 app.command()(commands.steer)
 app.command()(commands.submit)
+app.command()(experience.rescore)
 app.add_typer(commands.dead_letters, name="dead-letters")
 app.add_typer(commands.blobs, name="blobs")
 

@@ -7,7 +7,7 @@ therefore reads the log back, and learns whether somebody else was faster. No lo
 import getpass
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from replayground.schemas.errors import BadInput, LogUnavailable, ReplaygroundError
 from replayground.schemas.events import (
@@ -70,6 +70,9 @@ def started_event(
     code_version: str,
     packages: dict[str, str],
     positions: list[Position],
+    sources: Sequence[str] = (),
+    scorers: Mapping[str, str] | None = None,
+    request: str = "",
 ) -> RunStarted:
     return RunStarted(
         meta=_meta(run_id),
@@ -81,6 +84,9 @@ def started_event(
         packages=packages,
         positions=positions,
         started_by=user_name(),
+        sources=list(sources),
+        scorers=dict(scorers or {}),
+        request=request,
     )
 
 

@@ -84,7 +84,7 @@ class Job:
 
 def load_job(module: str) -> Job:
     """Imports a job by dotted name or by path of a .py file, which runs its code, and checks it. Raises BadInput."""
-    loaded = _from_file(Path(module)) if module.endswith(".py") else _from_name(module)
+    loaded = load_module(module)
     tasks = getattr(loaded, "tasks", None)
     if not callable(tasks):
         raise BadInput(
@@ -101,6 +101,11 @@ def load_job(module: str) -> Job:
         scaffold=_parts(loaded, "SCAFFOLD", (), "texts"),
         agents=_parts(loaded, "AGENTS", ("name",), "agents, topologies and models"),
     )
+
+
+def load_module(module: str) -> ModuleType:
+    """Imports a module of the user by dotted name or by path of a .py file, which runs its code. Raises BadInput."""
+    return _from_file(Path(module)) if module.endswith(".py") else _from_name(module)
 
 
 def _parts(loaded: ModuleType, name: str, needs: tuple[str, ...], what: str) -> tuple[Any, ...]:

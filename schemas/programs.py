@@ -164,6 +164,13 @@ ACCESS: tuple[Access, ...] = (
         writes=(StepTaken, WeightsPublished, SnapshotTaken),
         is_transactional=True,
     ),
+    Access(
+        "replay",
+        # rewards: the old ones, to compare; runs: whether a source that is followed has ended
+        reads=("trajectories", "rewards", "groups", "batches", "weights", "snapshots", "selections", "runs"),
+        writes=(RewardAssigned, GroupCompleted, BatchCut, SnapshotTaken),
+        is_transactional=True,
+    ),
     Access("vllm", reads=("weights", "snapshots")),
     Access("reloader", reads=("weights", "control", "serving", "snapshots"), writes=(WeightsLoaded, SnapshotTaken)),
     Access(

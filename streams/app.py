@@ -287,7 +287,9 @@ class HopProcessor:
         # Anybody can write a message without a value. As empty bytes it is rejected; None would raise, and the worker
         # would meet it again after every restart.
         value = message.value or b""
-        decode = partial(decode_delivery, self._codec, address, message.key, value, unknown_ids, self._run_id)
+        decode = partial(
+            decode_delivery, self._codec, address, message.key, value, unknown_ids, frozenset((self._run_id,))
+        )
         if not self._needs_blob(value, unknown_ids):
             return decode()
         tenure = self._app.consumer.tenure

@@ -77,7 +77,8 @@ _PROJECTIONS = (
 )
 
 _WHERE = (
-    "run_id, session_id, task_id, group_id, trajectory_id, attempt_id, seq, time, timestamp, purpose, policy_version"
+    "run_id, session_id, task_id, group_id, trajectory_id, attempt_id, seq, time, timestamp, purpose, policy_version, "
+    "partition, offset"
 )
 
 

@@ -50,6 +50,7 @@ from replayground.streams.log.protocol import (
     UnreadMessages,
     beyond_end,
     decode_delivery,
+    runs_of,
 )
 
 logger = structlog.get_logger()
@@ -167,13 +168,15 @@ class KafkaLog:
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
+        partitions: Sequence[int] | None = None,
     ) -> "KafkaReader":
         if group is not None:
+            assert partitions is None, "a group shares all partitions"
             self.begin_group(group, topics, start)
         else:
             self._guard.read(topics)
-        return KafkaReader(self.connection, self.codec, topics, group, alone, start, run_id)
+        return KafkaReader(self.connection, self.codec, topics, group, alone, start, run_id, partitions)
 
     def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
         self._guard.consume(topics, group)
@@ -519,11 +522,13 @@ class KafkaReader:
         group: str | None,
         alone: bool = False,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
+        partitions: Sequence[int] | None = None,
     ) -> None:
         self._connection = connection
         self._codec = codec
-        self._run_id = run_id
+        self._runs = runs_of(run_id)
+        self._partitions_read = partitions
         self._questions = BrokerClient(connection)
         self._refusals = AuthenticationFailures()
         settings = _consumer_settings(connection, self._refusals, group or _nameless_group(connection))
@@ -555,7 +560,7 @@ class KafkaReader:
         unknown_ids: set[int] = set()  # all of it was on the log before the first question
         try:
             return [
-                decode_delivery(self._codec, address, message.key(), value, unknown_ids, self._run_id)
+                decode_delivery(self._codec, address, message.key(), value, unknown_ids, self._runs)
                 for address, message in polled
                 if (value := message.value()) is not None  # a tombstone says that something was removed; it is no event
             ]
@@ -715,9 +720,10 @@ class KafkaReader:
 
     def _assign_all(self, offset: int, start: Sequence[Position] = ()) -> None:
         with self._questions.client() as admin:
-            places = _partitions(self._connection, admin, self._topics)
+            known = _partitions(self._connection, admin, self._topics)
+        places = [place for place in known if self._partitions_read is None or place[1] in self._partitions_read]
         self._assigned_from = offset
-        starts = self._check_starts(start)
+        starts = self._check_starts([position for position in start if (position.topic, position.partition) in places])
         assigned = [_partition_at(self._connection, place, starts.get(place, offset)) for place in places]
         self._consumer.assign(assigned)
         # a partition on which nothing has come since its start delivers nothing, and must count as read all the same
@@ -759,8 +765,8 @@ class KafkaTransactor:
         self._codec = codec
         self._producer = self._initialise()
 
-    def commit(self, events: Sequence[Event], reader: Reader, tombstones: Sequence[Tombstone] = ()) -> None:
-        assert isinstance(reader, KafkaReader)
+    def commit(self, events: Sequence[Event], reader: Reader | None, tombstones: Sequence[Tombstone] = ()) -> None:
+        assert reader is None or isinstance(reader, KafkaReader)
         # before the transaction begins: an event that cannot be written must not leave one open
         for event in events:
             self._guard.write(type(event))
@@ -773,7 +779,8 @@ class KafkaTransactor:
                 self._produce(self._connection.name(topic.name), value, topic.key(event).encode())
             for tombstone in tombstones:
                 self._produce(self._connection.name(tombstone.topic), None, tombstone.key)
-            self._producer.send_offsets_to_transaction(reader.offsets(), reader.group_metadata(), ASK_SECONDS)
+            if reader is not None:
+                self._producer.send_offsets_to_transaction(reader.offsets(), reader.group_metadata(), ASK_SECONDS)
             self._producer.commit_transaction()
         except KafkaException as error:
             self._abandon(error)

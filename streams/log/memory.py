@@ -23,6 +23,7 @@ from replayground.streams.log.protocol import (
     UnreadMessages,
     beyond_end,
     decode_delivery,
+    runs_of,
 )
 
 
@@ -75,11 +76,13 @@ class MemoryLog:
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
+        partitions: Sequence[int] | None = None,
     ) -> "MemoryReader":
         if group is not None:
+            assert partitions is None, "a group shares all partitions"
             self.begin_group(group, topics, start)
-        return MemoryReader(self, topics, group, start, run_id)
+        return MemoryReader(self, topics, group, start, run_id, partitions)
 
     def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
         starts = {(position.topic, position.partition): position.offset for position in start}
@@ -197,7 +200,7 @@ class MemoryLog:
         name: str,
         epoch: int,
         events: Sequence[Event],
-        reader: "MemoryReader",
+        reader: "MemoryReader | None",
         tombstones: Sequence[Tombstone] = (),
     ) -> None:
         # Before anything is stored: an event that cannot be encoded must not leave half a transaction.
@@ -211,7 +214,8 @@ class MemoryLog:
             for tombstone in tombstones:
                 self._store(tombstone.topic, tombstone.key, None)
             # Under the same lock as the events, so that no reader sees one without the other.
-            reader.commit()
+            if reader is not None:
+                reader.commit()
 
 
 class MemoryReader:
@@ -223,15 +227,17 @@ class MemoryReader:
         topics: Sequence[str],
         group: str | None,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
+        partitions: Sequence[int] | None = None,
     ) -> None:
         self._log = log
         self._group = group
-        self._run_id = run_id
+        self._runs = runs_of(run_id)
         starts = {(position.topic, position.partition): position.offset for position in start}
         self._next = {
             place: log.committed(group, place) if group is not None else starts.get(place, 0)
             for place in log.partitions_of(topics)
+            if partitions is None or place[1] in partitions
         }
         _require_before_end(log, self._next)
         self._polled: set[tuple[str, int]] = set()
@@ -245,7 +251,7 @@ class MemoryReader:
         unknown_ids: set[int] = set()
         # Decoded before the positions move: if it raises LogUnavailable, the next poll fetches the same messages.
         deliveries = [
-            decode_delivery(self._log.codec, address, stored.key, stored.value, unknown_ids, self._run_id)
+            decode_delivery(self._log.codec, address, stored.key, stored.value, unknown_ids, self._runs)
             for address, stored in fetched
             if stored.value is not None  # a tombstone is no event
         ]
@@ -296,8 +302,8 @@ class MemoryTransactor:
         self._name = name
         self._epoch = epoch
 
-    def commit(self, events: Sequence[Event], reader: Reader, tombstones: Sequence[Tombstone] = ()) -> None:
-        assert isinstance(reader, MemoryReader)
+    def commit(self, events: Sequence[Event], reader: Reader | None, tombstones: Sequence[Tombstone] = ()) -> None:
+        assert reader is None or isinstance(reader, MemoryReader)
         self._log.commit_transaction(self._name, self._epoch, events, reader, tombstones)
 
     def close(self) -> None:

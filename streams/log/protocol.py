@@ -34,19 +34,24 @@ def decode_delivery(
     key: bytes | None,
     value: bytes,
     unknown_ids: set[int] | None = None,
-    run_id: str | None = None,
+    runs: frozenset[str] | None = None,
 ) -> Delivery:
-    """Decodes a message, unless it belongs to another run than `run_id`. `unknown_ids`: see Codec.decode. Raises
+    """Decodes a message, unless it belongs to a run that is not among `runs`. `unknown_ids`: see Codec.decode. Raises
     LogUnavailable."""
     # First, by the run: decoding another run's message costs 20 times as much, and may wait for its blob.
-    if run_id is not None:
+    if runs is not None:
         run_of_message = codec.run_of(value, unknown_ids)
-        if run_of_message is not None and run_of_message != run_id:
+        if run_of_message is not None and run_of_message not in runs:
             return Delivery(address, key, value, None, None, run_of_message)
     try:
         return Delivery(address, key, value, codec.decode(value, address.topic, unknown_ids), None)
     except Undecodable as error:
         return Delivery(address, key, value, None, str(error))
+
+
+def runs_of(run_id: str | frozenset[str] | None) -> frozenset[str] | None:
+    """The runs that a reader decodes, from what Log.reader was given; None = all."""
+    return frozenset((run_id,)) if isinstance(run_id, str) else run_id
 
 
 def beyond_end(place: tuple[str, int], offset: int, end: int, who: str) -> str:
@@ -111,8 +116,9 @@ class Reader(Protocol):
 class Transactor(Protocol):
     """Appends events and commits consumed positions in one transaction (KIP-447)."""
 
-    def commit(self, events: Sequence[Event], reader: Reader, tombstones: Sequence[Tombstone] = ()) -> None:
-        """Writes events, tombstones and the reader's positions, all or nothing.
+    def commit(self, events: Sequence[Event], reader: Reader | None, tombstones: Sequence[Tombstone] = ()) -> None:
+        """Writes events, tombstones and the reader's positions, all or nothing. Without a reader no positions are
+        committed: for a program that keeps its own in a snapshot among the events.
 
         Raises Fenced when another instance owns the transactional id and LogBroken when the client failed for good:
         the process must end. Raises LogUnavailable otherwise: the transaction was aborted, or its outcome is unknown.
@@ -167,7 +173,8 @@ class Log(Protocol):
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
+        partitions: Sequence[int] | None = None,
     ) -> Reader:
         """With a group, members share the partitions and continue where the group committed (see begin_group). With
         `alone` too, this reader takes all partitions without joining the group: for the owner of a transactional id,
@@ -175,8 +182,10 @@ class Log(Protocol):
         beginning where `start` does not name it, and commits nothing. Raises LogBroken when the first event to read is
         gone.
 
-        With a run_id, messages whose first bytes name another run are delivered undecoded (Delivery.other_run). An
-        event that is delivered may still be of another run: check it."""
+        With a run_id, or several, messages whose first bytes name another run are delivered undecoded
+        (Delivery.other_run). An event that is delivered may still be of another run: check it.
+
+        With `partitions`, and without a group, only these of each topic are read."""
 
     def begin_group(self, group: str, topics: Sequence[str], start: Sequence[Position] = ()) -> None:
         """Commits a position for every partition on which the group has none: that of `start`, else the beginning.

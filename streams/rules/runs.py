@@ -52,6 +52,12 @@ class RunState(Struct, frozen=True, kw_only=True):
     reason: EndReason | None = None
     "why it ended; None while the log has no end"
     detail: str = ""
+    sources: tuple[str, ...] = ()
+    "runs whose trajectories it replays"
+    scorers: dict[str, str] = {}
+    "versions of its scorers by name; empty for runs of older releases"
+    request: str = ""
+    "JSON of what it was asked to do, unless it practises (streams.replay.request)"
 
     @property
     def is_active(self) -> bool:
@@ -118,6 +124,9 @@ def _apply_started(event: RunStarted) -> RunState:
         packages=event.packages,
         start_id=event.meta.id,
         resumed_at=event.meta.timestamp,
+        sources=tuple(event.sources),
+        scorers=event.scorers,
+        request=event.request,
     )
 
 

@@ -1,0 +1,364 @@
+"""`replayground rescore`: a run of kind replay, from its request to its end.
+
+ask        resolves runs, range, scorers and selection; nothing is written
+start      writes RunStarted; from then on everything that is needed stands on the log
+go_on      judges, cuts batches, compares, writes RunEnded; also what `resume` does
+dry_run    judges and compares without writing anything
+"""
+
+import heapq
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from replayground.deploy import sources
+from replayground.deploy.experience.scorer_files import ChosenScorers, judges_of, require_known
+from replayground.deploy.experience.workers import Standing, Work, end_of, rescore, start_of
+from replayground.deploy.local.folder import FieldFolder, create_run_folder
+from replayground.deploy.resolve import ResolvedConfig
+from replayground.deploy.runs import end_positions, list_runs, started_event, write_end, write_start
+from replayground.schemas.blobs import open_blobs
+from replayground.schemas.errors import BadInput, LogBroken, ReplaygroundError
+from replayground.schemas.events import Position, RewardAssigned, RunFile
+from replayground.schemas.job import Scorer
+from replayground.schemas.run import JobSettings, Run
+from replayground.schemas.topics import TOPIC_BY_NAME
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.log.protocol import Log
+from replayground.streams.replay.cutting import cut_replay
+from replayground.streams.replay.request import RescoreRequest
+from replayground.streams.replay.rescoring import Judges, PartitionState, Rescoring
+from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition, find_selection
+from replayground.streams.rules.comparison import Comparison, Judgement, compare, judgements
+from replayground.streams.rules.runs import RunState
+from replayground.streams.rules.scoring import versions_of
+
+SCORER_SETTING = "replay.scorer"
+"RunFile.setting of the file with the scorers"
+PARTITIONS = TOPIC_BY_NAME[TOPIC].partitions
+_POLL_EVENTS = 2000
+
+
+class Shown(Protocol):
+    """Shows the progress of long work."""
+
+    def __call__(self, done: int, total: int, detail: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request whose parts all exist, before anything is written."""
+
+    request: RescoreRequest
+    source: RunState
+    "the first source: job and config are its"
+    module: str
+    scorers: Mapping[str, Scorer]
+    scorer_file: Path | None
+
+
+@dataclass
+class RescoreResult:
+    """What came of it."""
+
+    run_id: str
+    standings: dict[int, Standing] = field(default_factory=dict)
+    batches: int = 0
+    comparison: Comparison = field(default_factory=Comparison)
+    seconds: float = 0.0
+
+    def total(self, name: str) -> int:
+        return sum(int(getattr(standing.counts, name)) for standing in self.standings.values())
+
+
+def job_settings_of(state: RunState) -> JobSettings:
+    """Section [job] of a run's config. Raises BadInput when this release cannot read it."""
+    try:
+        config = msgspec.json.decode(state.config)
+        return msgspec.convert(config.get("job", {}), JobSettings)
+    except msgspec.MsgspecError as error:
+        raise BadInput(f"the config of {state.run_id} cannot be read by this release: {error}") from error
+
+
+def config_of(state: RunState) -> dict[str, Any]:
+    config: dict[str, Any] = msgspec.json.decode(state.config)
+    return config
+
+
+def ask(
+    log: Log,
+    folder: FieldFolder,
+    field_config: ResolvedConfig,
+    states: Sequence[RunState],
+    chosen: ChosenScorers,
+    selection: str = "",
+    is_forced: bool = False,
+) -> Asked:
+    """Resolves a request. Raises BadInput for what the user can mend, such as sources that retention has removed."""
+    first = states[0]
+    module = module_of(folder, field_config, first)
+    scorers = judges_of(module, chosen.file)
+    require_known(chosen.names, scorers)
+    start = tuple(_earliest(states))
+    _require_there(log, start)
+    job = job_settings_of(first)
+    origin = origin_of(log, first)
+    request = RescoreRequest(
+        sources=tuple(state.run_id for state in states),
+        start=start,
+        end=tuple(log.end_positions([TOPIC])),
+        scorers=chosen.names,
+        scorer_file="" if chosen.file is None else chosen.file.name,
+        selection=selection,
+        is_forced=is_forced,
+        weights_from=f"{origin.run_id}:{job_settings_of(origin).first_version}",
+        groups_per_batch=job.groups_per_batch,
+        advantage=config_of(first).get("streams", {}).get("advantage", "centred"),
+    )
+    return Asked(request, first, module, scorers, chosen.file)
+
+
+def origin_of(log: Log, state: RunState) -> RunState:
+    """The run that practised: a replay's first source, or that one's …"""
+    states = list_runs(log)
+    while state.kind in ("replay", "retrain") and state.sources:
+        state = states[state.sources[0]]
+    return state
+
+
+def module_of(folder: FieldFolder, field_config: ResolvedConfig, state: RunState) -> str:
+    """The job module of a run on this machine; restored from the blobs if it is not here. Raises BadInput."""
+    blobs = open_blobs(field_config.run_of("operator"))
+    restored = sources.restore_files(blobs, config_of(state), state.files, folder.run(state.run_id).job)
+    module: str = restored.raw["job"]["module"]
+    return module
+
+
+def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, asked: Asked) -> RunState:
+    """Writes RunStarted of the replay. Raises BadInput, LogUnavailable."""
+    run_id = new_run_id(log, "rescore")
+    used = asked.request.scorers or tuple(asked.scorers)
+    event = started_event(
+        run_id=run_id,
+        kind="replay",
+        config=asked.source.config,
+        files=[*asked.source.files, *_stored(field_config, asked.scorer_file)],
+        seed=asked.source.seed,
+        code_version=sources.code_version(),
+        packages=sources.package_versions(),
+        positions=end_positions(log),
+        sources=asked.request.sources,
+        scorers={name: version for name, version in versions_of(asked.scorers).items() if name in used},
+        request=msgspec.json.encode(asked.request).decode(),
+    )
+    create_run_folder(folder.run(run_id))
+    return write_start(log, event)
+
+
+def new_run_id(log: Log, what: str) -> str:
+    """An id that no run has. It begins with the time, so that ids sort by age."""
+    taken = set(list_runs(log))
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{what}"
+    return next(
+        name for number in range(1, 10**6) if (name := base + (f"-{number}" if number > 1 else "")) not in taken
+    )
+
+
+def _stored(field_config: ResolvedConfig, file: Path | None) -> list[RunFile]:
+    if file is None:
+        return []
+    put = open_blobs(field_config.run_of("operator")).put_file(file)
+    return [RunFile(name=file.name, setting=SCORER_SETTING, uri=put.uri, sha256=put.sha256, size_bytes=put.size_bytes)]
+
+
+def go_on(
+    log: KafkaLog,
+    folder: FieldFolder,
+    field_config: ResolvedConfig,
+    state: RunState,
+    processes: int,
+    show: Shown,
+) -> RescoreResult | None:
+    """Continues a replay to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
+    began = time.monotonic()
+    try:
+        result = _do(log, folder, field_config, state, processes, show)
+    except KeyboardInterrupt:
+        result = None
+    except ReplaygroundError as error:
+        write_end(log, state.run_id, state.starts, "failed", str(error))
+        raise
+    if result is None:
+        write_end(log, state.run_id, state.starts, "stopped", "interrupted")
+        return None
+    result.seconds = time.monotonic() - began
+    write_end(log, state.run_id, state.starts, "finished", f"{result.total('trajectories')} trajectories judged again")
+    return result
+
+
+def _do(
+    log: KafkaLog,
+    folder: FieldFolder,
+    field_config: ResolvedConfig,
+    state: RunState,
+    processes: int,
+    show: Shown,
+) -> RescoreResult | None:
+    request = msgspec.json.decode(state.request, type=RescoreRequest)
+    run = run_of(field_config, state)
+    module = module_of(folder, field_config, state)
+    file = restored_scorer_file(folder, field_config, state)
+    _require_same_versions(state, judges_of(module, file))
+    result = RescoreResult(state.run_id)
+    progress = _Progress(request, show, result.standings)
+    if not rescore(Work(run, request, module, file), processes, progress):
+        return None
+    if request.weights_from:
+        version = int(request.weights_from.rpartition(":")[2])
+        with closing(open_log(msgspec.structs.replace(run, program="replay"))) as writer:
+            batches = cut_replay(run, writer, request.groups_per_batch, version, lambda count: None, threading.Event())
+        result.batches = batches or 0
+    show(1, 1, "comparing with the old rewards")
+    result.comparison = compare_runs(log, request, list_runs(log), state)
+    return result
+
+
+def run_of(field_config: ResolvedConfig, state: RunState, program: str = "operator") -> Run:
+    """The Run that programs of a replay get."""
+    return msgspec.structs.replace(
+        field_config.run_of(f"{program}-{os.getpid()}", program),
+        run_id=state.run_id,
+        seed=state.seed,
+        job=job_settings_of(state),
+        start=state.positions,
+        start_number=state.starts,
+    )
+
+
+def restored_scorer_file(folder: FieldFolder, field_config: ResolvedConfig, state: RunState) -> Path | None:
+    """The file with the scorers of a replay, from the blobs; None when it has none. Raises BadInput."""
+    for file in state.files:
+        if file.setting == SCORER_SETTING:
+            target = folder.run(state.run_id).job / "scorers" / Path(file.name).name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            open_blobs(field_config.run_of("operator")).get_to_file(file.uri, file.sha256, target)
+            return target
+    return None
+
+
+def _require_same_versions(state: RunState, scorers: Mapping[str, Scorer]) -> None:
+    """Raises BadInput when a scorer has changed since the run began: half of it would be judged otherwise."""
+    now = versions_of(scorers)
+    for name, version in state.scorers.items():
+        if now.get(name) != version:
+            raise BadInput(
+                f"scorer {name} is version {now.get(name, 'unknown')} here, and {state.run_id} began with {version}: "
+                "start a new rescore"
+            )
+
+
+class _Progress:
+    """Sums up what the workers report."""
+
+    def __init__(self, request: RescoreRequest, show: Shown, standings: dict[int, Standing]) -> None:
+        self._starts = {end.partition: start_of(request, end.partition).offset for end in request.end}
+        self._total = sum(end.offset - self._starts[end.partition] for end in request.end)
+        self._show = show
+        self._standings = standings
+
+    def __call__(self, standing: Standing) -> None:
+        self._standings[standing.partition] = standing
+        done = sum(s.offset - self._starts[s.partition] for s in self._standings.values())
+        judged = sum(s.counts.trajectories for s in self._standings.values())
+        self._show(done, self._total, f"{judged:,} judged")
+
+
+def dry_run(log: Log, asked: Asked, states: Mapping[str, RunState], show: Shown) -> RescoreResult:
+    """Judges and compares in this process, without writing anything."""
+    request = asked.request
+    judges = Judges("dry-run", frozenset(request.sources), asked.scorers, request.scorers, request.advantage)
+    selections = by_partition(find_selection(log, request.selection)) if request.selection else None
+    result = RescoreResult("dry-run")
+    progress = _Progress(request, show, result.standings)
+    began = time.monotonic()
+    for partition in range(PARTITIONS):
+        chosen = None if selections is None else selections.get(partition, PartitionSelection.empty())
+        state = PartitionState(start_of(request, partition).offset)
+        rewards = _judged(log, Rescoring(judges, chosen), request, partition, state, progress)
+        before = _old_judgements(log, request, states, partition)
+        result.comparison += compare(before, judgements(rewards), partition)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _judged(
+    log: Log, fold: Rescoring, request: RescoreRequest, partition: int, state: PartitionState, progress: _Progress
+) -> Iterator[RewardAssigned]:
+    end = end_of(request, partition)
+    start = [start_of(request, partition)]
+    reader = log.reader([TOPIC], start=start, run_id=frozenset(request.sources), partitions=[partition])
+    with closing(reader):
+        while state.offset < end and not reader.caught_up():
+            for delivery in reader.poll(_POLL_EVENTS, 0.2):
+                state.offset = delivery.address.offset + 1
+                if delivery.event is None or delivery.address.offset >= end:
+                    continue
+                for event in fold.take(state, delivery.event, delivery.address):
+                    if isinstance(event, RewardAssigned):
+                        yield event
+            progress(Standing(partition, min(state.offset, end), state.counts))
+
+
+def compare_runs(log: Log, request: RescoreRequest, states: Mapping[str, RunState], replay: RunState) -> Comparison:
+    """Compares the rewards of a replay with those of its sources, partition by partition."""
+    total = Comparison()
+    for partition in range(PARTITIONS):
+        after = judgements(_rewards(log, replay, partition))
+        total += compare(_old_judgements(log, request, states, partition), after, partition)
+    return total
+
+
+def _old_judgements(
+    log: Log, request: RescoreRequest, states: Mapping[str, RunState], partition: int
+) -> Iterator[Judgement]:
+    """Of all sources, in the order of the trajectories."""
+    # One reader for each: the streams of two runs are not equally fast, so their rewards are not in one order.
+    of_sources = [judgements(_rewards(log, states[source], partition)) for source in request.sources]
+    return heapq.merge(*of_sources, key=lambda judgement: judgement.offset)
+
+
+def _rewards(log: Log, state: RunState, partition: int) -> Iterator[RewardAssigned]:
+    start = [
+        position for position in state.positions if position.topic == "rewards" and position.partition == partition
+    ]
+    with closing(log.reader(["rewards"], start=start, run_id=state.run_id, partitions=[partition])) as reader:
+        while not reader.caught_up():
+            for delivery in reader.poll(_POLL_EVENTS, 0.2):
+                if isinstance(delivery.event, RewardAssigned) and delivery.event.meta.run_id == state.run_id:
+                    yield delivery.event
+
+
+def _earliest(states: Sequence[RunState]) -> Iterator[Position]:
+    """The lowest start of the given runs on each partition of topic trajectories."""
+    for partition in range(PARTITIONS):
+        offsets = [
+            next((p.offset for p in state.positions if (p.topic, p.partition) == (TOPIC, partition)), 0)
+            for state in states
+        ]
+        yield Position(topic=TOPIC, partition=partition, offset=min(offsets))
+
+
+def _require_there(log: Log, start: Sequence[Position]) -> None:
+    """Raises BadInput when retention has removed trajectories of the sources."""
+    try:
+        log.reader([TOPIC], start=start).close()
+    except LogBroken as error:
+        raise BadInput(f"the trajectories of the source runs are not all on the log any more: {error}") from error

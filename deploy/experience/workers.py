@@ -1,0 +1,159 @@
+"""Processes that share the partitions of a replay. Each judges its partitions one after another and reports to its parent.
+
+A worker that is killed loses nothing: what it wrote and how far it read are one transaction. When the parent dies, the
+kernel ends its workers.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import msgspec
+
+from replayground.deploy.experience.scorer_files import judges_of
+from replayground.schemas.errors import BadInput, ReplaygroundError
+from replayground.schemas.events import Position
+from replayground.schemas.run import Run
+from replayground.streams.log.connect import open_log
+from replayground.streams.replay.request import RescoreRequest
+from replayground.streams.replay.rescoring import Counts, Judges, PartitionState, Rescoring, rescore_partition
+from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition, find_selection
+
+_PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all workers of a replay are told."""
+
+    run: Run
+    request: RescoreRequest
+    module: str
+    "the job, on this machine"
+    scorer_file: Path | None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far one partition is."""
+
+    partition: int
+    offset: int
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class _Failure:
+    sentence: str
+    is_bad_input: bool
+
+
+def rescore(work: Work, processes: int, report: Callable[[Standing], None]) -> bool:
+    """Judges all partitions, in this many processes. True when all are done; False when KeyboardInterrupt stopped it.
+
+    Raises BadInput and ReplaygroundError with what a worker reported."""
+    context = multiprocessing.get_context("spawn")
+    partitions = [position.partition for position in work.request.end]
+    shares = [share for number in range(processes) if (share := partitions[number::processes])]
+    workers: list[tuple[SpawnProcess, Connection]] = []
+    for share in shares:
+        ours, theirs = context.Pipe(duplex=False)
+        worker = context.Process(target=_serve, args=(work, share, os.getpid(), theirs), daemon=True)
+        worker.start()
+        # Closed here, so that the end of the worker is the end of the pipe.
+        theirs.close()
+        workers.append((worker, ours))
+    try:
+        _follow([ours for _, ours in workers], report)
+    except KeyboardInterrupt:
+        return False
+    finally:
+        for process, ours in workers:
+            process.terminate()
+            process.join()
+            ours.close()
+    for process, _ in workers:
+        if process.exitcode != 0:
+            raise ReplaygroundError(f"a worker of the replay ended with exit code {process.exitcode}: resume the run")
+    return True
+
+
+def _follow(pipes: list[Connection], report: Callable[[Standing], None]) -> None:
+    open_pipes = list(pipes)
+    while open_pipes:
+        for pipe in wait(open_pipes, _LOOK_SECONDS):
+            assert isinstance(pipe, Connection)
+            try:
+                told = pipe.recv()
+            except EOFError:
+                open_pipes.remove(pipe)
+                continue
+            if isinstance(told, _Failure):
+                raise BadInput(told.sentence) if told.is_bad_input else ReplaygroundError(told.sentence)
+            report(told)
+
+
+def _serve(work: Work, partitions: Sequence[int], parent: int, pipe: Connection) -> None:
+    """The whole life of a worker."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    # Ctrl-C reaches the whole group: the parent decides what follows from it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return  # it died before the line above
+    try:
+        _judge(work, partitions, pipe, stop)
+    except ReplaygroundError as error:
+        pipe.send(_Failure(str(error), isinstance(error, BadInput)))
+    finally:
+        pipe.close()
+
+
+def _judge(work: Work, partitions: Sequence[int], pipe: Connection, stop: threading.Event) -> None:
+    request, run = work.request, work.run
+    judges = Judges(
+        run_id=run.run_id,
+        sources=frozenset(request.sources),
+        scorers=judges_of(work.module, work.scorer_file),
+        names=request.scorers,
+        advantage=request.advantage,
+    )
+
+    def report(partition: int, state: PartitionState) -> None:
+        pipe.send(Standing(partition, state.offset, state.counts))
+
+    with closing(open_log(msgspec.structs.replace(run, program="replay"))) as log:
+        selections = by_partition(find_selection(log, request.selection)) if request.selection else None
+        for partition in partitions:
+            fold = Rescoring(judges, _selection_of(selections, partition))
+            start, end = start_of(request, partition), partial(end_of, request, partition)
+            rescore_partition(run, log, fold, judges.sources, start, end, report, stop)
+            if stop.is_set():
+                return
+
+
+def start_of(request: RescoreRequest, partition: int) -> Position:
+    """Where the sources begin on a partition."""
+    found = (position for position in request.start if position.partition == partition)
+    return next(found, Position(topic=TOPIC, partition=partition, offset=0))
+
+
+def end_of(request: RescoreRequest, partition: int) -> int:
+    """The offset at which a replay of a partition ends."""
+    return next(position.offset for position in request.end if position.partition == partition)
+
+
+def _selection_of(selections: dict[int, PartitionSelection] | None, partition: int) -> PartitionSelection | None:
+    # A partition without a chosen trajectory: none of it is judged.
+    return None if selections is None else selections.get(partition, PartitionSelection.empty())
