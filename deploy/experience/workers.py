@@ -25,7 +25,14 @@ from replayground.schemas.events import Position
 from replayground.schemas.run import Run
 from replayground.streams.log.connect import open_log
 from replayground.streams.replay.request import RescoreRequest
-from replayground.streams.replay.rescoring import Counts, Judges, PartitionState, Rescoring, rescore_partition
+from replayground.streams.replay.rescoring import (
+    Counts,
+    Judges,
+    PartitionRange,
+    PartitionState,
+    Rescoring,
+    rescore_partition,
+)
 from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition, find_selection
 
 _PR_SET_PDEATHSIG = 1
@@ -137,8 +144,9 @@ def _judge(work: Work, partitions: Sequence[int], pipe: Connection, stop: thread
         selections = by_partition(find_selection(log, request.selection)) if request.selection else None
         for partition in partitions:
             fold = Rescoring(judges, _selection_of(selections, partition))
-            start, end = start_of(request, partition), partial(end_of, request, partition)
-            rescore_partition(run, log, fold, judges.sources, start, end, report, stop)
+            end = partial(end_of, request, partition)
+            wanted = PartitionRange(judges.sources, start_of(request, partition), end)
+            rescore_partition(run, log, fold, wanted, report, stop)
             if stop.is_set():
                 return
 

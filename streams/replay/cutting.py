@@ -1,6 +1,7 @@
 """Batches of a replay: groups that were judged again, in one order that depends on nothing but the log.
 
-Groups of all partitions are merged by event time, and every so many of them are a batch. Nothing is stale here: how far
+Of the next groups of all partitions the one with the earliest event time comes first, and every so many of them are a
+batch. Nothing is stale here: how far
 the model may be from what it learns from is decided when it is trained (trainer). Batches and how far the groups were
 read are one transaction.
 """
@@ -65,7 +66,8 @@ def cut_replay(
 
 
 def merged_groups(log: Log, run: Run, positions: list[Position]) -> Iterator[PlacedGroup]:
-    """The groups of the run that are on the log now, from these positions on, in the order of event time and id."""
+    """The groups of the run that are on the log now, from these positions on, always the
+    earliest by event time and id among the next ones of all partitions."""
     starts = {position.partition: position for position in (*run.start, *positions) if position.topic == "groups"}
     partitions = range(TOPIC_BY_NAME["groups"].partitions)
     readers = [_groups_of(log, run, partition, starts.get(partition)) for partition in partitions]

@@ -35,11 +35,11 @@ STATE_VERSION = "rescoring-1"
 ATTEMPTS_REMEMBERED = 2048
 """How many attempts of a partition are remembered. The stage that assembles trajectories may write one again after it was
 killed; it repeats what it wrote since its last commit, which are fewer."""
-_TRAJECTORIES_PER_COMMIT = 4000
 _POLL_EVENTS = 1000
 _POLL_SECONDS = 0.2
 _RETRY_SECONDS = 1.0
-_encode = msgspec.msgpack.Encoder(order="deterministic").encode
+# In insertion order, which follows from the log: `attempts` must stay in the order in which they came.
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Counts(Struct):
@@ -149,25 +149,28 @@ type Report = Callable[[int, PartitionState], None]
 "called with the partition and its state, now and then"
 
 
+@dataclass(frozen=True)
+class PartitionRange:
+    """What of one partition is judged."""
+
+    sources: frozenset[str]
+    start: Position
+    end: Callable[[], int | None]
+    "the offset at which it ends; None = not known yet, so go on"
+    trajectories_per_commit: int = 4000
+
+
 def rescore_partition(
-    run: Run,
-    log: Log,
-    fold: Rescoring,
-    sources: frozenset[str],
-    start: Position,
-    end: Callable[[], int | None],
-    report: Report,
-    stop: threading.Event,
+    run: Run, log: Log, fold: Rescoring, wanted: PartitionRange, report: Report, stop: threading.Event
 ) -> PartitionState | None:
-    """Judges one partition from `start` up to the offset that `end` returns; None = it is not known yet, so go on. Returns
-    the last state, or None when `stop` was set. Waits while the log is unavailable. Raises Fenced, LogBroken."""
+    """Judges one partition. Returns the last state, or None when `stop` was set. Waits while the log is unavailable.
+    Raises Fenced, LogBroken."""
     while not stop.is_set():
         try:
-            work = _PartitionWork(run, log, fold, sources, start, end, report, stop)
-            return work.go()
+            return _PartitionWork(run, log, fold, wanted, report, stop).go()
         # The outcome of a transaction may be unknown: the newest snapshot on the log says how far it came.
         except LogUnavailable as error:
-            logger.warning("log_unavailable", partition=start.partition, reason=str(error))
+            logger.warning("log_unavailable", partition=wanted.start.partition, reason=str(error))
             stop.wait(_RETRY_SECONDS)
     return None
 
@@ -176,24 +179,15 @@ class _PartitionWork:
     """One partition, from the newest snapshot on, until the end or the first failure."""
 
     def __init__(
-        self,
-        run: Run,
-        log: Log,
-        fold: Rescoring,
-        sources: frozenset[str],
-        start: Position,
-        end: Callable[[], int | None],
-        report: Report,
-        stop: threading.Event,
+        self, run: Run, log: Log, fold: Rescoring, wanted: PartitionRange, report: Report, stop: threading.Event
     ) -> None:
-        self._log, self._fold, self._sources, self._end = log, fold, sources, end
-        self._report, self._stop = report, stop
-        self._partition = start.partition
-        self._run = msgspec.structs.replace(run, program=f"replay-{start.partition}")
+        self._log, self._fold, self._wanted, self._report, self._stop = log, fold, wanted, report, stop
+        self._partition = wanted.start.partition
+        self._run = msgspec.structs.replace(run, program=f"replay-{self._partition}")
         # The transactional id before the snapshot: from here on no older process can write what this state lacks.
-        self._transactor = log.transactor(f"replay-{run.run_id}-{start.partition}")
+        self._transactor = log.transactor(f"replay-{run.run_id}-{self._partition}")
         taken = newest_snapshot(log, self._run, STATE_VERSION)
-        self._state = PartitionState(start.offset)
+        self._state = PartitionState(wanted.start.offset)
         if taken is not None:
             self._state = msgspec.msgpack.decode(taken.state, type=PartitionState)
         self._events: list[Event] = []
@@ -201,9 +195,8 @@ class _PartitionWork:
 
     def go(self) -> PartitionState | None:
         try:
-            reader = self._log.reader(
-                [TOPIC], start=[self._position()], run_id=self._sources, partitions=[self._partition]
-            )
+            start, runs = [self._position()], self._wanted.sources
+            reader = self._log.reader([TOPIC], start=start, run_id=runs, partitions=[self._partition])
             try:
                 return self._state if self._read(reader) else None
             finally:
@@ -217,10 +210,10 @@ class _PartitionWork:
             deliveries = reader.poll(_POLL_EVENTS, _POLL_SECONDS)
             for delivery in deliveries:
                 self._take(delivery)
-            end = self._end()
+            end = self._wanted.end()
             # Only after an empty poll: the broker is asked. The last offsets may hold markers of transactions.
             is_over = end is not None and (self._state.offset >= end or (not deliveries and reader.caught_up()))
-            if self._uncommitted >= _TRAJECTORIES_PER_COMMIT or (is_over and self._uncommitted):
+            if self._uncommitted >= self._wanted.trajectories_per_commit or (is_over and self._uncommitted):
                 self._commit()
             self._report(self._partition, self._state)
             if is_over:
@@ -229,7 +222,7 @@ class _PartitionWork:
         return False
 
     def _take(self, delivery: Delivery) -> None:
-        end = self._end()
+        end = self._wanted.end()
         if end is not None and delivery.address.offset >= end:
             return
         self._state.offset = delivery.address.offset + 1
