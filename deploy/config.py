@@ -204,6 +204,7 @@ def _disagreements(config: Config) -> Iterator[Problem]:
     if config.job.staleness_target > config.job.staleness_max:
         sentence = f"job.staleness_target must be at most job.staleness_max ({config.job.staleness_max})"
         yield Problem("job.staleness_target", sentence)
+    yield from _problems_of_weights_from(config.job)
     yield from _problems_of_versions_kept(config)
     known = [program.name for program in PROGRAMS_OF_RUN]
     unknown = [name for name in config.harness.programs if name not in known]
@@ -221,6 +222,17 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         yield Problem("feeder.tasks_file", sentence)
     if config.trainer.model.path is not None:
         yield from _problems_of_model(Path(config.trainer.model.path))
+
+
+def _problems_of_weights_from(job: JobSettings) -> Iterator[Problem]:
+    try:
+        copied = job.copied_version
+    except BadInput as error:
+        yield Problem("job.weights_from", f"job.weights_from: {error}")
+        return
+    if copied is not None and job.demonstrations > 0:
+        sentence = "job.weights_from takes the place of the cold start: set job.demonstrations to 0"
+        yield Problem("job.demonstrations", sentence)
 
 
 def _problems_of_versions_kept(config: Config) -> Iterator[Problem]:

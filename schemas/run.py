@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from replayground.schemas.events import Position
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import Position, VersionAddress
 
 FIELD = "field"
 "run_id of what belongs to the field as a whole, such as the heartbeats of the traces program"
@@ -68,6 +69,9 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     "agents whose tokens GRPO learns from; empty = all of them; the cold start teaches everybody"
     demonstrations: int = 6000
     "trajectories of the job's scripted teacher that the cold start is trained on; 0 = start GRPO from the given model"
+    weights_from: str = ""
+    """RUN:VERSION, a weight version of another run that this run begins with, under the same number and with the state of
+    its optimizer; then there is no cold start and demonstrations must be 0. Empty = the model of [trainer.model]"""
     steps: int = 80
     "optimizer batches of GRPO after the cold start; 0 = train until stopped"
     groups_per_batch: int = 16
@@ -85,8 +89,31 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def first_version(self) -> int:
-        """The weight version that the first batch is trained on: 0 is the base model, 1 the cold start."""
-        return 1 if self.demonstrations > 0 else 0
+        """The weight version that the first batch is trained on: 0 is the base model, 1 the cold start. With
+        weights_from it has the number of the version that it is a copy of. Raises BadInput."""
+        copied = self.copied_version
+        if copied is not None:
+            return copied.version
+        return 1 if self.has_cold_start else 0
+
+    @property
+    def copied_version(self) -> VersionAddress | None:
+        """The version of another run that this one begins with. Raises BadInput when weights_from is malformed."""
+        return version_address(self.weights_from) if self.weights_from else None
+
+    @property
+    def has_cold_start(self) -> bool:
+        """Whether SFT on demonstrations makes version 1."""
+        return self.demonstrations > 0 and not self.weights_from
+
+
+def version_address(text: str) -> VersionAddress:
+    """Parses RUN:VERSION. Raises BadInput."""
+    # From the right: the id of a run may contain a colon.
+    run_id, _, version = text.rpartition(":")
+    if not run_id or not (version.isascii() and version.isdigit()):
+        raise BadInput(f"{text!r} is no weight version: write RUN:VERSION, such as stockroom-1:12")
+    return VersionAddress(run_id=run_id, version=int(version))
 
 
 class Run(Struct, frozen=True, kw_only=True):

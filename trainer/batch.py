@@ -44,6 +44,7 @@ class Episode:
     versions: NDArray[numpy.int64]
     advantage: float = 0.0
     reward: float = 0.0
+    passed: bool = False
     version_oldest: int | None = None
     trajectory_id: str | None = None
     "the same for all contexts of one trajectory; None = a trajectory of its own"
@@ -93,7 +94,12 @@ class TrainingBatch:
 
 
 def episodes_of(
-    event: TrajectoryAssembled, vocabulary_size: int, advantage: float = 0.0, reward: float = 0.0, teacher: bool = False
+    event: TrajectoryAssembled,
+    vocabulary_size: int,
+    advantage: float = 0.0,
+    reward: float = 0.0,
+    passed: bool = False,
+    teacher: bool = False,
 ) -> list[Episode]:
     """The trajectory as arrays, one episode for each context with a sampled token. A teacher's trajectory needs no
     log-probabilities. Raises RefusedTrajectory."""
@@ -119,6 +125,7 @@ def episodes_of(
             versions=versions[start:end],
             advantage=advantage,
             reward=reward,
+            passed=passed,
             version_oldest=event.policy_version_oldest,
             trajectory_id=event.meta.trajectory_id,
         )

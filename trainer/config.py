@@ -62,6 +62,10 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     "of AdamW, at the first step"
     final_share: float = 0.05
     "share of the learning rate that a straight line over the job's steps ends at; 1 = constant"
+    schedule_steps: int | None = None
+    "steps that this line is drawn over, 0 = constant; left out = [job] steps. For a run that repeats a part of another"
+    schedule_start: int = 0
+    "steps of the line that lie before the first batch of this run"
     beta1: float = 0.9
     "decay of AdamW's mean of gradients"
     beta2: float = 0.95
@@ -98,6 +102,8 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     "over the whole step: mean over tokens, mean of trajectory means, or sum / (trajectories x length_constant)"
     length_constant: int = 512
     "constant_length: tokens a trajectory counts as"
+    effective_sample_size_min: float = 0.0
+    "a batch whose effective sample size is below it before its first step ends the run; 0 = never, 0.1 for older data"
     gradient_clip: float = 1.0
     "greatest norm of a gradient"
     micro_batch_tokens_max: int = 2048
@@ -105,6 +111,7 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         _require(self.inner_steps >= 1, "inner_steps must be at least 1")
+        _require(0 <= self.effective_sample_size_min <= 1, "effective_sample_size_min is a share: 0 to 1")
         _require(
             self.mode != "probability" or self.inner_steps == 1,
             "mode probability takes one step a batch: set inner_steps to 1",

@@ -1,6 +1,7 @@
 """The trainer program: makes a weight version of each batch, exactly once.
 
     find the newest version of this run ─► none: base_model ─► publish version 0
+                                             or a copy of a version of another run ([job] weights_from)
     version 0 and demonstrations wanted ─► wait for them ─► engine.sft ─► publish version 1
     each BatchCut ─► read its trajectories ─► engine.grpo ─► blobs, then StepTaken + WeightsPublished + offset as one
 
@@ -8,28 +9,43 @@ Modules: config (settings), batch and loss (what is learned), engines (how it is
 retention (which older versions are removed). Nothing is kept outside of the log and the blobs: a restart loads the
 newest version and continues, and a batch that was already trained on is skipped. With each version a snapshot is
 written that says from where on to look for the newest version, so a restart does not read all of them.
+
+train_sft is the same program with another end: one SFT phase on trajectories that the caller selected.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
 from replayground.schemas.blobs import Blobs, open_blobs
-from replayground.schemas.errors import Fenced, LogBroken, LogUnavailable, ReplaygroundError
-from replayground.schemas.events import BatchCut, Position, StepKind, StepTaken, TrajectoryAssembled, WeightsPublished
+from replayground.schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, ReplaygroundError
+from replayground.schemas.events import (
+    BatchCut,
+    BatchMember,
+    Position,
+    Probe,
+    StepKind,
+    StepTaken,
+    TrajectoryAssembled,
+    VersionAddress,
+    WeightsPublished,
+)
 from replayground.schemas.ids import now_microseconds
 from replayground.schemas.job import Job, load_job
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Log, Reader, Transactor
 from replayground.streams.log.takeover import fencing_error
-from replayground.streams.log.weights import newest_weights_from, removal_of, weights_snapshot
+from replayground.streams.log.weights import newest_weights_from, removal_of, weights_at, weights_snapshot
+from replayground.streams.rules.reward import PASS_MARK, passes
 from replayground.trainer.base_model import base_model
 from replayground.trainer.batch import counting_only
-from replayground.trainer.config import TrainerSettings
+from replayground.trainer.config import GrpoSettings, TrainerSettings
 from replayground.trainer.engines.protocol import Engine, GrpoBatch, StepReport
 from replayground.trainer.publish import Publisher, probe_of, probe_tokens
 from replayground.trainer.retention import Retention
@@ -80,22 +96,57 @@ def train(
     stop: threading.Event,
     now: Callable[[], int] = now_microseconds,
 ) -> None:
-    """The program over any log and engine. When the log is unavailable, it starts over from the newest version on
-    it."""
+    """The program over any log and engine. Returns when `stop` is set."""
+    _repeat(_TrainingLoop.go, run, settings, log, blobs, engine, program_metrics, stop, now)
+
+
+def train_sft(
+    run: Run,
+    settings: TrainerSettings,
+    log: Log,
+    blobs: Blobs,
+    engine: Engine,
+    trajectories: Sequence[TrajectoryAssembled],
+    program_metrics: ProgramMetrics,
+    stop: threading.Event,
+    now: Callable[[], int] = now_microseconds,
+) -> int | None:
+    """One SFT phase on these trajectories, of any runs: publishes the first version of the run (a copy with
+    [job] weights_from) and the one after it. Returns the number of the latter, also when it exists already; None when
+    `stop` is set before. Raises BadInput (LossNotFinite too) and whatever `run` raises; then nothing is published."""
+    return _repeat(
+        lambda loop: loop.learn_from(lambda: trajectories),
+        *(run, settings, log, blobs, engine, program_metrics, stop, now),
+    )
+
+
+def _repeat[T](
+    work: Callable[["_TrainingLoop"], T],
+    run: Run,
+    settings: TrainerSettings,
+    log: Log,
+    blobs: Blobs,
+    engine: Engine,
+    program_metrics: ProgramMetrics,
+    stop: threading.Event,
+    now: Callable[[], int],
+) -> T | None:
+    """Does the work; when the log is unavailable, it starts over from the newest version on it. None = stopped."""
     job = load_job(run.job.module)
     while not stop.is_set():
         try:
             with scratch_folder("replayground-trainer-") as folder:
                 publisher = Publisher(run, settings, blobs, now, folder)
-                _TrainingLoop(run, settings, log, publisher, engine, job, program_metrics, stop).go()
+                return work(_TrainingLoop(run, settings, log, publisher, engine, job, program_metrics, stop))
         except _Stopped:
-            return
+            return None
         # The outcome of a transaction may be unknown, and the engine may be ahead of the log: only what is published
         # counts.
         except LogUnavailable as error:
             _logger.warning("log_unavailable", reason=str(error))
             program_metrics.detail = f"waiting for the log: {error}"
             stop.wait(_RETRY_SECONDS)
+    return None
 
 
 @dataclass
@@ -114,6 +165,24 @@ class _TrainingLoop:
     retention: Retention | None = None
 
     def go(self) -> None:
+        with self._writing() as (transactor, batches):
+            version = self._load_or_create(transactor, batches)
+            if version == 0 and self.run.job.has_cold_start:
+                version = self._learn(version, self._demonstrations, transactor, batches)
+            self._practise(version, transactor, batches)
+
+    def learn_from(self, demonstrations: Callable[[], Sequence[TrajectoryAssembled]]) -> int:
+        """One SFT phase instead of practice. Returns the version that it made, now or before a restart."""
+        copied = self.run.job.copied_version
+        with self._writing() as (transactor, batches):
+            version = self._load_or_create(transactor, batches)
+            if version == (copied.version if copied is not None else 0):
+                version = self._learn(version, demonstrations, transactor, batches)
+        return version
+
+    @contextmanager
+    def _writing(self) -> Iterator[tuple[Transactor, Reader]]:
+        """What it takes to publish: a transactor, and the reader of batches whose position it commits."""
         # Before anything is read: taking the transactional id fences a trainer that is still running, so that the
         # newest version found below stays the newest.
         transactor = self.log.transactor(f"trainer-{self.run.run_id}")
@@ -123,10 +192,7 @@ class _TrainingLoop:
             # alone: no consumer group is joined, since the transactional id decides who may write (decision 0013).
             batches = self.log.reader(["batches"], group, alone=True, start=self.run.start, run_id=self.run.run_id)
             try:
-                version = self._load_or_create(transactor, batches)
-                if version == 0 and self.run.job.demonstrations > 0:
-                    version = self._cold_start(transactor, batches)
-                self._practise(version, transactor, batches)
+                yield transactor, batches
             finally:
                 batches.close()
         finally:
@@ -135,28 +201,57 @@ class _TrainingLoop:
                 self.retention.close()
 
     def _load_or_create(self, transactor: Transactor, batches: Reader) -> int:
-        """Loads the newest version, or makes and publishes version 0. Returns its number."""
+        """Loads the newest version, or publishes the first one. Returns its number."""
         newest = self._newest()
-        if newest is None:
-            self.program_metrics.detail = "making the base model"
-            with self.program_metrics.busy():
-                folder = self.publisher.new_folder()
-                self.engine.load(base_model(self.settings.model, self.job, self.run.seed, folder), {})
-            return self._publish("initial", None, 0, StepReport(), transactor, batches)
-        self.program_metrics.detail = f"loading version {newest.version}"
-        self.engine.load(self.publisher.fetch(newest.files), self.publisher.fetch(newest.checkpoint))
-        self._report_version(newest.version)
-        return newest.version
+        if newest is not None:
+            self._load(newest)
+            self._report_version(newest.version)
+            return newest.version
+        copied = self.run.job.copied_version
+        if copied is not None:
+            return self._copy(copied, transactor, batches)
+        self.program_metrics.detail = "making the base model"
+        with self.program_metrics.busy():
+            folder = self.publisher.new_folder()
+            self.engine.load(base_model(self.settings.model, self.job, self.run.seed, folder), {})
+        return self._publish("initial", None, 0, StepReport(), transactor, batches)
 
-    def _cold_start(self, transactor: Transactor, batches: Reader) -> int:
+    def _load(self, version: WeightsPublished) -> dict[str, Path]:
+        """Loads the engine; returns the files of the version by name."""
+        self.program_metrics.detail = f"loading version {version.version} of {version.meta.run_id}"
+        files = self.publisher.fetch(version.files)
+        self.engine.load(files, self.publisher.fetch(version.checkpoint))
+        return files
+
+    def _copy(self, address: VersionAddress, transactor: Transactor, batches: Reader) -> int:
+        """Publishes a version of another run as the first one of this run: the same files, nothing is stored again."""
+        source = weights_at(self.log, address)
+        if source is None:
+            raise BadInput(
+                f"[job] weights_from: version {address.version} of run {address.run_id} is not on the log; it was "
+                "removed (versions_kept) or never existed: name another one"
+            )
+        # Loaded before it is published: a copy that cannot be trained on must not become a version.
+        with self.program_metrics.busy():
+            probe = self._probe(self._load(source))
+        return self._announce("initial", self.publisher.copy_of(source, probe), StepReport(), transactor, batches)
+
+    def _learn(
+        self,
+        base_version: int,
+        demonstrations: Callable[[], Sequence[TrajectoryAssembled]],
+        transactor: Transactor,
+        batches: Reader,
+    ) -> int:
+        """The SFT phase: trains on demonstrations and publishes the version after the base."""
         began = time.monotonic()
-        demonstrations = self._demonstrations()
+        trajectories = demonstrations()
         read_seconds = time.monotonic() - began
         with self.program_metrics.busy():
-            report = self.engine.sft(demonstrations, self._progress)
+            report = self.engine.sft(trajectories, self._progress)
         self.program_metrics.gauge("progress", 1.0)
         report.seconds["read"] = read_seconds
-        return self._publish("sft", 0, 1, report, transactor, batches)
+        return self._publish("sft", base_version, base_version + 1, report, transactor, batches)
 
     def _practise(self, version: int, transactor: Transactor, batches: Reader) -> None:
         first = self.run.job.first_version
@@ -214,9 +309,9 @@ class _TrainingLoop:
                 trajectories=trajectories,
                 rewards=[member.reward for member in batch.members],
                 advantages=[member.advantage for member in batch.members],
-                learning_rate_share=learning_rate_share(
-                    batch.index, self.run.job.steps, self.settings.grpo.final_share
-                ),
+                passed=[_has_passed(member) for member in batch.members],
+                index=batch.index,
+                learning_rate_share=learning_rate_share(batch.index, self.run.job.steps, self.settings.grpo),
             )
         )
         report.seconds["read"] = read_seconds
@@ -239,18 +334,34 @@ class _TrainingLoop:
         Returns the version."""
         began = time.monotonic()
         saved = self.engine.save(self.publisher.weights_folder)
-        # The same tokens for every version, tokenized once.
-        if self.probe_tokens is None:
-            self.probe_tokens = probe_tokens(self.job, self.run.seed, saved["tokenizer.json"].read_bytes())
-        probe = probe_of(self.engine, self.probe_tokens)
+        probe = self._probe(saved)
         checkpoint = self.engine.checkpoint(self.publisher.checkpoint_folder)
         ready = time.monotonic()
         # Blobs before the events that name them: a version on the log is complete. A kill in between leaves blobs that
         # nothing names, which a sweep removes (decision 0011).
         files, checkpoint_files = self.publisher.store(saved), self.publisher.store(checkpoint)
         report.seconds.update({"checkpoint": ready - began, "publish": time.monotonic() - ready})
-        taken = self.publisher.step_taken(kind, base_version, version, report, batch_id)
         published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
+        return self._announce(kind, published, report, transactor, batches, batch_id)
+
+    def _probe(self, files: Mapping[str, Path]) -> Probe:
+        # The same tokens for every version, tokenized once.
+        if self.probe_tokens is None:
+            self.probe_tokens = probe_tokens(self.job, self.run.seed, files["tokenizer.json"].read_bytes())
+        return probe_of(self.engine, self.probe_tokens)
+
+    def _announce(
+        self,
+        kind: StepKind,
+        published: WeightsPublished,
+        report: StepReport,
+        transactor: Transactor,
+        batches: Reader,
+        batch_id: str | None = None,
+    ) -> int:
+        """Writes the events of a version whose files are stored. Returns the version."""
+        version = published.version
+        taken = self.publisher.step_taken(kind, published.base_version, version, report, batch_id)
         # While the step waits for the log it counts as lag, so that the harness notices a stall.
         self.program_metrics.gauge("lag", 1)
         self._commit(taken, published, transactor, batches)
@@ -343,11 +454,18 @@ class _TrainingLoop:
             raise _Stopped
 
 
-def learning_rate_share(index: int, steps: int, final_share: float) -> float:
+def learning_rate_share(index: int, job_steps: int, settings: GrpoSettings) -> float:
     """Linear from 1 at the first batch to the final share after the last; always 1 when the job has no last step."""
+    steps = job_steps if settings.schedule_steps is None else settings.schedule_steps
     if steps == 0:
         return 1.0
-    return final_share + (1.0 - final_share) * (1.0 - min(index, steps) / steps)
+    taken = min(settings.schedule_start + index, steps)
+    return settings.final_share + (1.0 - settings.final_share) * (1.0 - taken / steps)
+
+
+def _has_passed(member: BatchMember) -> bool:
+    # Older events do not say it. Their rewards are those of scorers without a mark of their own.
+    return bool(passes(member.reward, PASS_MARK) if member.passed is None else member.passed)
 
 
 def _batch_metrics(batch: BatchCut) -> dict[str, float]:

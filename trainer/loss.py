@@ -53,6 +53,8 @@ class LossFigures:
     k3: float = 0.0
     weight: float = 0.0
     weight_squared: float = 0.0
+    moved: float = 0.0
+    "tokens whose ratio to the policy that sampled them is outside of the clip's bounds, whatever the mode"
 
     def __add__(self, other: "LossFigures") -> "LossFigures":
         return LossFigures(
@@ -61,11 +63,16 @@ class LossFigures:
             self.k3 + other.k3,
             self.weight + other.weight,
             self.weight_squared + other.weight_squared,
+            self.moved + other.moved,
         )
 
     @property
     def clip_share(self) -> float:
         return self.removed / self.tokens if self.tokens else 0.0
+
+    @property
+    def moved_share(self) -> float:
+        return self.moved / self.tokens if self.tokens else 0.0
 
     @property
     def k3_mean(self) -> float:
@@ -84,7 +91,7 @@ def policy_loss(tokens: Tokens, rules: GrpoSettings) -> tuple[Tensor, LossFigure
     counted = tokens.mask & ~rejection_mask(tokens, rules)
     # where and not a product with the mask: 0 * inf would be NaN.
     loss = torch.where(counted, terms.loss * tokens.share, 0.0).sum()
-    return loss, _figures(tokens, terms)
+    return loss, _figures(tokens, terms, rules)
 
 
 def token_shares(trajectory: Tensor, mask: Tensor, aggregation: str, length_constant: int) -> Tensor:
@@ -201,14 +208,16 @@ def _trajectory_mean(values: Tensor, tokens: Tokens) -> Tensor:
 
 
 @torch.no_grad()
-def _figures(tokens: Tokens, terms: TokenTerms) -> LossFigures:
+def _figures(tokens: Tokens, terms: TokenTerms, rules: GrpoSettings) -> LossFigures:
     mask = tokens.mask
     distance = (tokens.theta - tokens.mu).clamp(-LOGRATIO_MAX, LOGRATIO_MAX)[mask].double()
+    ratio = distance.exp()
     weight = terms.weight[mask].double()
     return LossFigures(
         tokens=float(mask.sum()),
         removed=float((terms.removed & mask).sum()),
-        k3=float((distance.exp() - distance - 1).sum()),
+        k3=float((ratio - distance - 1).sum()),
         weight=float(weight.sum()),
         weight_squared=float((weight**2).sum()),
+        moved=float(((ratio < 1 - rules.clip_low) | (ratio > 1 + rules.clip_high)).sum()),
     )

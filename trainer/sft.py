@@ -21,6 +21,10 @@ _PROGRESS_STEPS = 10
 _BETAS = (0.9, 0.95)
 
 
+class LossNotFinite(BadInput):
+    """SFT reached a loss or a gradient that is not finite. The message says at which step and what to change."""
+
+
 @dataclass(frozen=True)
 class SftFigures:
     """Figures of a cold start."""
@@ -54,7 +58,8 @@ def demonstrations_of(events: Sequence[TrajectoryAssembled], vocabulary_size: in
 def fine_tune(
     model: Model, episodes: Sequence[Episode], settings: SftSettings, seed: int, progress: Progress
 ) -> SftFigures:
-    """Changes the model's parameters in place. The same episodes and seed give the same weights."""
+    """Changes the model's parameters in place. The same episodes and seed give the same weights. Raises LossNotFinite,
+    and then the model must be loaded again."""
     # Muon is for matrices of hidden layers. With AdamW alone the cold start was much weaker.
     hidden = set(model.hidden_weights())
     muon = Muon([model.parameters[name] for name in sorted(hidden)], settings.muon_momentum)
@@ -66,7 +71,8 @@ def fine_tune(
         batch = training_batch([episodes[index] for index in chosen], _TOKENS_MAX)
         losses.append(_gradients(model, batch))
         # Over all parameters, although two optimizers share them.
-        torch.nn.utils.clip_grad_norm_(model.parameters.values(), settings.gradient_clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters.values(), settings.gradient_clip)
+        _require_finite(step, losses[-1], float(norm))
         share = learning_rate_share(step, settings)
         adamw.param_groups[0]["lr"] = settings.adamw_learning_rate * share
         adamw.step()
@@ -85,6 +91,15 @@ def learning_rate_share(step: int, settings: SftSettings) -> float:
         return (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
     return settings.final_share + (1 - settings.final_share) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _require_finite(step: int, loss: float, gradient_norm: float) -> None:
+    # A step with such a gradient turns every parameter into NaN, and every later loss too.
+    if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+        raise LossNotFinite(
+            f"SFT step {step} has loss {loss} and gradient norm {gradient_norm}, so nothing was published: lower "
+            "muon_learning_rate and adamw_learning_rate in [trainer.sft], or begin with other weights"
+        )
 
 
 def _draws(count: int, settings: SftSettings, seed: int) -> Iterator[list[int]]:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from replayground.schemas.errors import BadInput
 from replayground.trainer.batch import Episode, MicroBatch, TrainingBatch
 from replayground.trainer.config import GrpoSettings
 from replayground.trainer.engines.protocol import Model
 from replayground.trainer.loss import LossFigures, Tokens, policy_loss
 
-PASSED = 1.0
-"A reward of at least this is a pass."
+
+class TooFarOffPolicy(BadInput):
+    """The weights have moved too far from the policy that sampled a batch ([trainer.grpo] effective_sample_size_min)."""
 
 
 @dataclass
@@ -28,9 +30,15 @@ class _Inner:
 
 
 def take_step(
-    model: Model, optimizer: torch.optim.Optimizer, batch: TrainingBatch, settings: GrpoSettings, base_version: int
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    batch: TrainingBatch,
+    settings: GrpoSettings,
+    base_version: int,
+    index: int,
 ) -> dict[str, float]:
-    """Trains on one batch in place; returns the metrics. An inner step whose gradient is not finite is skipped."""
+    """Trains on one batch in place; returns the metrics. An inner step whose gradient is not finite is skipped. Raises
+    TooFarOffPolicy before anything has changed."""
     prox: list[Tensor] = []
     entropy = 0.0
     inner_steps: list[_Inner] = []
@@ -48,6 +56,10 @@ def take_step(
             torch.autograd.backward(loss)
             taken.loss += float(loss.detach())
             taken.figures += figures
+        # Only before the first optimizer step: afterwards the weights have moved on purpose, and a refusal would leave
+        # a step half taken.
+        if inner == 0:
+            _require_on_policy(taken.figures, batch.episodes, settings.effective_sample_size_min, base_version, index)
         _apply(model, optimizer, settings.gradient_clip, taken)
         inner_steps.append(taken)
     # Frees the gradients: they are as large as the model and stay unused until the next batch.
@@ -67,11 +79,11 @@ def batch_metrics(episodes: Sequence[Episode], base_version: int) -> dict[str, f
     """Rewards and staleness of the trajectories."""
     # One episode for each trajectory: one with several contexts must not count several times.
     episodes = list({episode.trajectory_id or id(episode): episode for episode in episodes}.values())
-    lags = [base_version - e.version_oldest for e in episodes if e.version_oldest is not None]
+    lags = _lags(episodes, base_version)
     histogram = {f"staleness_{lag}": float(count) for lag, count in sorted(Counter(lags).items())}
     return {
         "reward_mean": _mean([episode.reward for episode in episodes]),
-        "pass_rate": _mean([float(episode.reward >= PASSED) for episode in episodes]),
+        "pass_rate": _mean([float(episode.passed) for episode in episodes]),
         "staleness_max": float(max(lags, default=0)),
         "staleness_mean": _mean(lags),
         **histogram,
@@ -91,6 +103,25 @@ def gap_metrics(micros: Sequence[MicroBatch], prox: Sequence[Tensor], base_versi
         "logprob_gap_max": float(gap.max()) if gap.numel() else 0.0,
         "logprob_gap_tokens": float(gap.numel()),
     }
+
+
+def _lags(episodes: Sequence[Episode], base_version: int) -> list[int]:
+    return [base_version - e.version_oldest for e in episodes if e.version_oldest is not None]
+
+
+def _require_on_policy(
+    figures: LossFigures, episodes: Sequence[Episode], size_min: float, base_version: int, index: int
+) -> None:
+    # Without a bound a figure that is not finite passes: such a step is skipped (_apply).
+    if not size_min or figures.effective_sample_size >= size_min:
+        return
+    raise TooFarOffPolicy(
+        f"batch {index} is too far off-policy for version {base_version}: effective sample size "
+        f"{figures.effective_sample_size:.3g} of 1, at least {size_min:g} is wanted; {figures.moved_share:.0%} of its "
+        f"tokens are outside of the clip's bounds and it is up to {max(_lags(episodes, base_version), default=0)} "
+        "versions old. The step was not taken: stop before it (--until), use a loss for older data ([trainer.grpo] "
+        'mode = "m2po"), or train on it all the same (--force)'
+    )
 
 
 def _loss_tokens(micro: MicroBatch, theta: Tensor, prox: Tensor) -> Tokens:
@@ -118,6 +149,7 @@ def _loss_metrics(inner_steps: Sequence[_Inner]) -> dict[str, float]:
         "k3": _mean([figure.k3_mean for figure in figures]),
         "effective_sample_size": _mean([figure.effective_sample_size for figure in figures]),
         "clip_share": _mean([figure.clip_share for figure in figures]),
+        "moved_share": figures[0].moved_share,
         "inner_steps": float(len(inner_steps)),
         "inner_steps_skipped": float(sum(taken.skipped for taken in inner_steps)),
     }

@@ -2,7 +2,7 @@
 
 The trainer's snapshots say both, so programs need not read all versions. A tombstone on its key removes a version.
 Readers do not deliver tombstones, and the version itself can be polled until the broker compacts the topic. So do not
-poll for a version other than the newest: use `versions_on_log` and `weights_on_log`.
+poll for a version other than the newest: use `versions_on_log`, `weights_on_log` and `weights_at`.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from replayground.schemas.errors import Undecodable
-from replayground.schemas.events import Position, SnapshotTaken, WeightsPublished
+from replayground.schemas.events import Position, SnapshotTaken, VersionAddress, WeightsPublished
 from replayground.schemas.run import Run
 from replayground.schemas.topics import weights_key
 from replayground.streams.log.protocol import Log, RawMessage, Tombstone
@@ -76,10 +76,16 @@ def versions_on_log(log: Log, run: Run) -> set[int]:
 
 def weights_on_log(log: Log, run: Run, version: int) -> WeightsPublished | None:
     """This version of the run; None when it was removed or never existed. Raises LogUnavailable."""
+    return weights_at(log, VersionAddress(run_id=run.run_id, version=version), run.start)
+
+
+def weights_at(log: Log, address: VersionAddress, start: Sequence[Position] = ()) -> WeightsPublished | None:
+    """A version of any run, which must not be before `start`; without it the whole topic is read. None when the version
+    was removed or never existed. Raises LogUnavailable."""
     # To the end of the topic: a tombstone may come after the version.
-    key = weights_key(run.run_id, version)
+    key = weights_key(address.run_id, address.version)
     newest: RawMessage | None = None
-    for message in log.messages([_TOPIC], run.start):
+    for message in log.messages([_TOPIC], start):
         newest = message if message.key == key else newest
     if newest is None or newest.value is None:
         return None
@@ -87,7 +93,7 @@ def weights_on_log(log: Log, run: Run, version: int) -> WeightsPublished | None:
         event = log.codec.decode(newest.value, _TOPIC)
     except Undecodable:
         return None
-    return event if isinstance(event, WeightsPublished) and event.meta.run_id == run.run_id else None
+    return event if isinstance(event, WeightsPublished) and event.meta.run_id == address.run_id else None
 
 
 def removal_of(run: Run, version: int) -> Tombstone:

@@ -1,5 +1,6 @@
 """The engine: the cold start learns and repeats itself, a GRPO step goes the right way, a checkpoint goes on bit for bit."""
 
+import dataclasses
 import math
 import tempfile
 from pathlib import Path
@@ -80,7 +81,8 @@ def practice(files: dict[str, bytes], tokenizer: Tokenizer, version: int = VERSI
         packed = pack_logprobs([value * mask for value, mask in zip(logprobs, event.loss_mask, strict=True)])
         trajectories.append(replace(event, logprobs=packed))
     rewards = [float(number % 2) for number in range(count)]
-    return GrpoBatch(version, trajectories, rewards, [2 * reward - 1 for reward in rewards])
+    passed = [reward == 1.0 for reward in rewards]
+    return GrpoBatch(version, trajectories, rewards, [2 * reward - 1 for reward in rewards], passed, index=0)
 
 
 def likelihood(of: TorchEngine, batch: GrpoBatch, sign: float) -> float:
@@ -188,7 +190,7 @@ def test_stale_tokens_are_told_apart_by_their_segments(warm: dict[str, bytes], t
         oldest = VERSION - 2 if any(segment.policy_version == VERSION - 2 for segment in segments) else VERSION
         mixed.append(replace(event, segments=segments, policy_version_oldest=oldest))
         current += sum(s.end - s.start for s in segments if s.policy_version == VERSION)
-    metrics = engine(warm).grpo(GrpoBatch(VERSION, mixed, batch.rewards, batch.advantages)).metrics
+    metrics = engine(warm).grpo(dataclasses.replace(batch, trajectories=mixed)).metrics
     assert metrics["logprob_gap_tokens"] == current
     lags = [VERSION - (event.policy_version_oldest or 0) for event in mixed]
     assert metrics["staleness_0"] == lags.count(0) > 0
@@ -202,10 +204,10 @@ def test_refused_trajectories_are_counted_and_an_empty_batch_changes_nothing(
     batch = practice(warm, tokenizer)
     mute = [replace(event, loss_mask=bytes(len(event.loss_mask))) for event in batch.trajectories]
     learner = engine(warm)
-    some = GrpoBatch(VERSION, [*mute[:3], *batch.trajectories[3:]], batch.rewards, batch.advantages)
+    some = dataclasses.replace(batch, trajectories=[*mute[:3], *batch.trajectories[3:]])
     assert learner.grpo(some).metrics["trajectories_refused"] == 3
     learner = engine(warm)
-    metrics = learner.grpo(GrpoBatch(VERSION, mute, batch.rewards, batch.advantages)).metrics
+    metrics = learner.grpo(dataclasses.replace(batch, trajectories=mute)).metrics
     assert metrics == {"step_refused": 1.0, "trajectories_refused": 16.0}
     assert weights(learner) == warm[WEIGHTS]
 
@@ -213,7 +215,7 @@ def test_refused_trajectories_are_counted_and_an_empty_batch_changes_nothing(
 def test_a_gradient_that_is_not_finite_changes_nothing(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
     batch = practice(warm, tokenizer)
     learner = engine(warm)
-    metrics = learner.grpo(GrpoBatch(VERSION, batch.trajectories, batch.rewards, [math.inf] * 16)).metrics
+    metrics = learner.grpo(dataclasses.replace(batch, advantages=[math.inf] * 16)).metrics
     assert metrics["inner_steps_skipped"] == 2
     assert weights(learner) == warm[WEIGHTS]
 

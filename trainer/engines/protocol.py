@@ -26,6 +26,10 @@ class GrpoBatch:
     trajectories: Sequence[TrajectoryAssembled]
     rewards: Sequence[float]
     advantages: Sequence[float]
+    passed: Sequence[bool]
+    "whether each attempt passed, for the pass rate"
+    index: int
+    "number of the batch in its run, for messages"
     learning_rate_share: float = 1.0
     "of the configured learning rate"
 
@@ -46,11 +50,13 @@ class Engine(Protocol):
         unchanged until the next load. Raises BadInput, BlobDamaged."""
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
-        """The cold start. The order of demonstrations does not matter. Raises BadInput when none is usable."""
+        """The cold start, or SFT on any trajectories; GRPO after it begins with a new optimizer. The order of
+        demonstrations does not matter. Raises BadInput when none is usable, and LossNotFinite."""
 
     def grpo(self, batch: GrpoBatch) -> StepReport:
         """Trains on one batch. Trajectories that cannot be trained on are left out and counted in the report; if none
-        is left, the weights stay unchanged and the report has step_refused."""
+        is left, the weights stay unchanged and the report has step_refused. Raises TooFarOffPolicy before the weights
+        change."""
 
     def save(self, folder: Path) -> dict[str, Path]:
         """The files that a server needs. Changed files are written into the folder, over those of the last call; an

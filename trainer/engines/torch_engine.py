@@ -38,8 +38,9 @@ class TorchEngine:
         self._loaded = model, optimizer
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
-        # The optimizer of GRPO is not used: fine_tune has optimizers of its own, and GRPO begins with a new one.
         model, _ = self._ready()
+        # fine_tune has optimizers of its own. Moments of gradients from before it belong to other weights.
+        self._loaded = model, _adamw(model, self._settings.grpo)
         began = time.monotonic()
         episodes = demonstrations_of(demonstrations, model.vocabulary_size)
         ready = time.monotonic()
@@ -67,7 +68,7 @@ class TorchEngine:
             learning_rate = self._settings.grpo.learning_rate * batch.learning_rate_share
             # Set for every batch: the checkpoint has no learning rate, and a restart must continue the schedule.
             optimizer.param_groups[0]["lr"] = learning_rate
-            metrics = take_step(model, optimizer, tensors, self._settings.grpo, batch.base_version)
+            metrics = take_step(model, optimizer, tensors, self._settings.grpo, batch.base_version, batch.index)
             metrics["learning_rate"] = learning_rate
         metrics["trajectories_refused"] = float(len(tensors.refused))
         return StepReport(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
@@ -132,9 +133,11 @@ def _tensors(batch: GrpoBatch, vocabulary_size: int, settings: GrpoSettings) -> 
     episodes: list[Episode] = []
     refused: list[str] = []
     # A bad trajectory is left out instead of ending the trainer, which would read the same batch again for ever.
-    for event, reward, advantage in zip(batch.trajectories, batch.rewards, batch.advantages, strict=True):
+    for event, reward, advantage, passed in zip(
+        batch.trajectories, batch.rewards, batch.advantages, batch.passed, strict=True
+    ):
         try:
-            episodes += episodes_of(event, vocabulary_size, advantage, reward)
+            episodes += episodes_of(event, vocabulary_size, advantage, reward, passed)
         except RefusedTrajectory as refusal:
             refused.append(str(refusal))
     return training_batch(
