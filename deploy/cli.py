@@ -234,6 +234,7 @@ app.command()(commands.reconcile)
 app.command()(commands.steer)
 app.command()(commands.submit)
 app.command()(experience.rescore)
+app.command()(experience.retrain)
 app.add_typer(commands.dead_letters, name="dead-letters")
 app.add_typer(commands.blobs, name="blobs")
 

@@ -7,18 +7,19 @@ dry_run    judges and compares without writing anything
 """
 
 import heapq
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
+from replayground.consumers.reports.runs import job_of
 from replayground.deploy import sources
+from replayground.deploy.experience.runs import config_of, heartbeat, new_run_id, origin_of, restored_config, run_of
 from replayground.deploy.experience.scorer_files import ChosenScorers, judges_of, require_known
 from replayground.deploy.experience.workers import Standing, Work, end_of, rescore, start_of
 from replayground.deploy.local.folder import FieldFolder, create_run_folder
@@ -28,7 +29,6 @@ from replayground.schemas.blobs import open_blobs
 from replayground.schemas.errors import BadInput, LogBroken, ReplaygroundError
 from replayground.schemas.events import Position, RewardAssigned, RunFile
 from replayground.schemas.job import Scorer
-from replayground.schemas.run import JobSettings, Run
 from replayground.schemas.topics import TOPIC_BY_NAME
 from replayground.streams.log.connect import open_log
 from replayground.streams.log.kafka import KafkaLog
@@ -79,20 +79,6 @@ class RescoreResult:
         return sum(int(getattr(standing.counts, name)) for standing in self.standings.values())
 
 
-def job_settings_of(state: RunState) -> JobSettings:
-    """Section [job] of a run's config. Raises BadInput when this release cannot read it."""
-    try:
-        config = msgspec.json.decode(state.config)
-        return msgspec.convert(config.get("job", {}), JobSettings)
-    except msgspec.MsgspecError as error:
-        raise BadInput(f"the config of {state.run_id} cannot be read by this release: {error}") from error
-
-
-def config_of(state: RunState) -> dict[str, Any]:
-    config: dict[str, Any] = msgspec.json.decode(state.config)
-    return config
-
-
 def ask(
     log: Log,
     folder: FieldFolder,
@@ -109,7 +95,7 @@ def ask(
     require_known(chosen.names, scorers)
     start = tuple(_earliest(states))
     _require_there(log, start)
-    job = job_settings_of(first)
+    job = job_of(first)
     origin = origin_of(log, first)
     request = RescoreRequest(
         sources=tuple(state.run_id for state in states),
@@ -119,26 +105,16 @@ def ask(
         scorer_file="" if chosen.file is None else chosen.file.name,
         selection=selection,
         is_forced=is_forced,
-        weights_from=f"{origin.run_id}:{job_settings_of(origin).first_version}",
+        weights_from=f"{origin.run_id}:{job_of(origin).first_version}",
         groups_per_batch=job.groups_per_batch,
         advantage=config_of(first).get("streams", {}).get("advantage", "centred"),
     )
     return Asked(request, first, module, scorers, chosen.file)
 
 
-def origin_of(log: Log, state: RunState) -> RunState:
-    """The run that practised: a replay's first source, or that one's …"""
-    states = list_runs(log)
-    while state.kind in ("replay", "retrain") and state.sources:
-        state = states[state.sources[0]]
-    return state
-
-
 def module_of(folder: FieldFolder, field_config: ResolvedConfig, state: RunState) -> str:
-    """The job module of a run on this machine; restored from the blobs if it is not here. Raises BadInput."""
-    blobs = open_blobs(field_config.run_of("operator"))
-    restored = sources.restore_files(blobs, config_of(state), state.files, folder.run(state.run_id).job)
-    module: str = restored.raw["job"]["module"]
+    """The job module of a run on this machine. Raises BadInput."""
+    module: str = restored_config(folder, field_config, state)["job"]["module"]
     return module
 
 
@@ -163,15 +139,6 @@ def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, aske
     return write_start(log, event)
 
 
-def new_run_id(log: Log, what: str) -> str:
-    """An id that no run has. It begins with the time, so that ids sort by age."""
-    taken = set(list_runs(log))
-    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{what}"
-    return next(
-        name for number in range(1, 10**6) if (name := base + (f"-{number}" if number > 1 else "")) not in taken
-    )
-
-
 def _stored(field_config: ResolvedConfig, file: Path | None) -> list[RunFile]:
     if file is None:
         return []
@@ -190,7 +157,8 @@ def go_on(
     """Continues a replay to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
     began = time.monotonic()
     try:
-        result = _do(log, folder, field_config, state, processes, show)
+        with heartbeat("replay", field_config, state):
+            result = _do(log, folder, field_config, state, processes, show)
     except KeyboardInterrupt:
         result = None
     except ReplaygroundError as error:
@@ -213,7 +181,7 @@ def _do(
     show: Shown,
 ) -> RescoreResult | None:
     request = msgspec.json.decode(state.request, type=RescoreRequest)
-    run = run_of(field_config, state)
+    run = run_of(field_config, state, "replay")
     module = module_of(folder, field_config, state)
     file = restored_scorer_file(folder, field_config, state)
     _require_same_versions(state, judges_of(module, file))
@@ -223,24 +191,12 @@ def _do(
         return None
     if request.weights_from:
         version = int(request.weights_from.rpartition(":")[2])
-        with closing(open_log(msgspec.structs.replace(run, program="replay"))) as writer:
+        with closing(open_log(run)) as writer:
             batches = cut_replay(run, writer, request.groups_per_batch, version, lambda count: None, threading.Event())
         result.batches = batches or 0
     show(1, 1, "comparing with the old rewards")
     result.comparison = compare_runs(log, request, list_runs(log), state)
     return result
-
-
-def run_of(field_config: ResolvedConfig, state: RunState, program: str = "operator") -> Run:
-    """The Run that programs of a replay get."""
-    return msgspec.structs.replace(
-        field_config.run_of(f"{program}-{os.getpid()}", program),
-        run_id=state.run_id,
-        seed=state.seed,
-        job=job_settings_of(state),
-        start=state.positions,
-        start_number=state.starts,
-    )
 
 
 def restored_scorer_file(folder: FieldFolder, field_config: ResolvedConfig, state: RunState) -> Path | None:

@@ -1,12 +1,13 @@
-"""The commands that use old experience again: rescore."""
+"""The commands that use old experience again: rescore and retrain."""
 
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
+import msgspec
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -16,7 +17,10 @@ from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
     from replayground.deploy.experience.rescoring import RescoreResult, Shown
+    from replayground.deploy.experience.retraining import RetrainResult
+    from replayground.schemas.events import StepTaken, VersionAddress
     from replayground.streams.rules.comparison import Comparison
+    from replayground.streams.rules.runs import RunState
 
 _LINE_SECONDS = 5.0
 _TEXT_CHARACTERS_MAX = 60
@@ -70,9 +74,140 @@ def rescore(
         with _shown("judging") as show:
             done = go_on(log, folder, resolved, state, processes or os.cpu_count() or 1, show)
         if done is None:
-            echo(f"stopped; `replayground resume {state.run_id}` continues it")
-            raise typer.Exit(130)
+            _stopped(state.run_id)
         _report(done, is_dry=False)
+
+
+def retrain(
+    run: Annotated[str, typer.Option("--run", help="The run whose batches are trained on; often one of `rescore`.")],
+    scorer: Annotated[
+        list[str] | None, typer.Option("--scorer", help="Rescore the run with this first, as `rescore` does.")
+    ] = None,
+    begin: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="[RUN:]VERSION", help="Weights to begin with; by default those of the first batch."
+        ),
+    ] = None,
+    until: Annotated[int | None, typer.Option(help="The last version to make; by default one for every batch.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Also train on what an active run cuts from now on.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also train on batches that are far off-policy.")] = False,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SETTING=VALUE", help="Another setting, as trainer.grpo.learning_rate=1e-4."),
+    ] = None,
+    processes: Annotated[int, typer.Option(help="Processes that rescore; 0 = one for each core.")] = 0,
+    field: Field = FIELD,
+) -> None:
+    """Train on batches that are on the log, without one new rollout, as a run of its own.
+
+    With the same batches, settings and machine it makes the same weights, byte for byte. With a new scorer it makes another
+    model, and `replayground lineage` shows what it grew from. A batch whose effective sample size is too small is refused
+    unless forced. Ctrl-C stops it, and `replayground resume` goes on with it.
+
+    Examples:  replayground retrain --run 2026 --until 5  ·  replayground retrain --run 2026 --scorer better.py
+    """
+    from replayground.deploy.experience import rescoring, retraining
+    from replayground.deploy.experience.scorer_files import parse_scorers
+    from replayground.deploy.field import open_field
+    from replayground.deploy.run_lifecycle import log_of
+    from replayground.deploy.runs import find_run, list_runs
+
+    chosen = parse_scorers(scorer or [])
+    overrides = _settings(setting or [])
+    with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
+        source = find_run(list_runs(log).values(), run)
+        if scorer:
+            asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
+            source = rescoring.start(log, folder, resolved, asked)
+            echo(f"rescoring as {source.run_id}")
+            with _shown("judging") as show:
+                done = rescoring.go_on(log, folder, resolved, source, processes or os.cpu_count() or 1, show)
+            if done is None:
+                _stopped(source.run_id)
+            _report(done, is_dry=False)
+        first = _version(begin, list_runs(log).values(), source.run_id)
+        request = retraining.ask(log, source, begin=first, until=until, is_followed=follow)
+        state = retraining.start(log, folder, source, request, overrides, force)
+        echo(f"retraining as {state.run_id}, from {request.weights_from}")
+        with _shown("training") as show:
+            result = retraining.go_on(log, folder, resolved, state, show)
+        if result is None:
+            _stopped(state.run_id)
+        _report_steps(result)
+
+
+def _stopped(run_id: str) -> NoReturn:
+    echo(f"stopped; `replayground resume {run_id}` continues it")
+    raise typer.Exit(130)
+
+
+def _settings(given: list[str]) -> dict[str, object]:
+    """SETTING=VALUE pairs; values as TOML writes them, or plain words. Raises BadInput."""
+    import tomllib
+
+    found: dict[str, object] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise BadInput(f"--set {text}: write SETTING=VALUE, such as trainer.grpo.learning_rate=1e-4")
+        try:
+            found[name] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[name] = value
+    return found
+
+
+def _version(text: str | None, states: "Iterable[RunState]", source: str) -> "VersionAddress | None":
+    """VERSION of the source, or RUN:VERSION with any beginning of a run's id. Raises BadInput."""
+    from replayground.deploy.runs import find_run
+    from replayground.schemas.run import version_address
+
+    if text is None:
+        return None
+    found = version_address(text if ":" in text else f"{source}:{text}")
+    return msgspec.structs.replace(found, run_id=find_run(states, found.run_id).run_id)
+
+
+def _report_steps(result: "RetrainResult") -> None:
+    steps = result.steps
+    rate = 60 * len(steps) / max(1e-9, result.seconds)
+    echo(f"{len(steps)} steps in {result.seconds:.1f} s ({rate:.1f} a minute), no rollout")
+    if not steps:
+        return
+    table = Table(box=None, pad_edge=False)
+    names = ("version", "reward", "passed", "sample size", "clipped", "age", "kl")
+    for name in names:
+        table.add_column(name, justify="right")
+    for step in _thinned(steps):
+        metrics = step.metrics
+        table.add_row(
+            str(step.new_version),
+            f"{metrics.get('reward_mean', 0.0):.3f}",
+            f"{metrics.get('pass_rate', 0.0):.1%}",
+            f"{metrics.get('effective_sample_size', 0.0):.3f}",
+            f"{metrics.get('clip_share', 0.0):.2%}",
+            f"{metrics.get('staleness_mean', 0.0):.1f}",
+            f"{metrics.get('k3', 0.0):.4f}",
+        )
+    console.print(table)
+    if result.equal_versions or result.other_versions:
+        compared = result.equal_versions + result.other_versions
+        echo(f"{result.equal_versions} of {compared} versions equal those of {result.source}, byte for byte")
+    echo(f"\nreplayground eval {result.run_id}   plays held-out tasks with the newest version")
+    echo(f"replayground lineage {result.run_id}   shows what it grew from")
+
+
+_ROWS_MAX = 20
+
+
+def _thinned(steps: "Sequence[StepTaken]") -> "Sequence[StepTaken]":
+    """All of a few steps; of many, evenly chosen ones with the last."""
+    if len(steps) <= _ROWS_MAX:
+        return steps
+    return [steps[round(number * (len(steps) - 1) / (_ROWS_MAX - 1))] for number in range(_ROWS_MAX)]
 
 
 @contextmanager

@@ -1,0 +1,82 @@
+"""What runs that use old experience share: their ids, their Run, their config, heartbeats and logs."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import msgspec
+
+from replayground.consumers.reports.runs import job_of
+from replayground.deploy import sources
+from replayground.deploy.config import HarnessSettings
+from replayground.deploy.local.folder import FieldFolder, RunFolder
+from replayground.deploy.resolve import ResolvedConfig
+from replayground.deploy.runs import list_runs
+from replayground.deploy.serve import Harness, configure_logs
+from replayground.schemas.blobs import open_blobs
+from replayground.schemas.run import Run
+from replayground.streams.log.protocol import Log
+from replayground.streams.rules.runs import RunState
+
+
+def new_run_id(log: Log, what: str) -> str:
+    """An id that no run has. It begins with the time, so that ids sort by age."""
+    taken = set(list_runs(log))
+    base = f"{time.strftime('%Y%m%d-%H%M%S')}-{what}"
+    names = (base if number == 1 else f"{base}-{number}" for number in range(1, len(taken) + 2))
+    return next(name for name in names if name not in taken)
+
+
+def config_of(state: RunState) -> dict[str, Any]:
+    """The config of a run as it was asked for, with paths of the machine that started it."""
+    config: dict[str, Any] = msgspec.json.decode(state.config)
+    return config
+
+
+def restored_config(folder: FieldFolder, field: ResolvedConfig, state: RunState) -> dict[str, Any]:
+    """The config of a run with paths of this machine: files that are not here come from the blobs. Raises BadInput."""
+    blobs = open_blobs(field.run_of("operator"))
+    return sources.restore_files(blobs, config_of(state), state.files, folder.run(state.run_id).job).raw
+
+
+def origin_of(log: Log, state: RunState) -> RunState:
+    """The run that practised: for a replay or a retraining its first source, or that one's …"""
+    states = list_runs(log)
+    while state.kind in ("replay", "retrain") and state.sources:
+        state = states[state.sources[0]]
+    return state
+
+
+def run_of(field: ResolvedConfig, state: RunState, program: str) -> Run:
+    """The Run that a program of such a run gets. Raises BadInput."""
+    return msgspec.structs.replace(
+        field.run_of(f"{program}-{os.getpid()}", program),
+        run_id=state.run_id,
+        seed=state.seed,
+        job=job_of(state),
+        start=state.positions,
+        start_number=state.starts,
+    )
+
+
+def heartbeat(role: str, field: ResolvedConfig, state: RunState) -> AbstractContextManager[None]:
+    """Says on the log that the run is alive, while the block runs."""
+    return Harness(role, run_of(field, state, role), HarnessSettings()).heartbeat()
+
+
+@contextmanager
+def logs_in(folder: RunFolder, program: str) -> Iterator[None]:
+    """Log lines go to a file of the run instead of the terminal, while the block runs."""
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    before = sys.stderr
+    with (folder.logs / f"{program}.log").open("a", buffering=1) as file:
+        # configure_logs takes the stream that is sys.stderr at that moment.
+        sys.stderr = file
+        try:
+            configure_logs(program, folder.run_id)
+        finally:
+            sys.stderr = before
+        yield
