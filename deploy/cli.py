@@ -123,7 +123,50 @@ def resume(
         state = find_run(states.values(), run) if run else newest_unfinished(states, here)
         if state.is_finished:
             raise BadInput(f"{state.run_id} has finished: start a new run with `replayground run`")
+        if state.kind in experience.KINDS:
+            experience.resume(folder, resolved, state)
+            _leave_field(folder, resolved, leave)
+            return
         started = resume_run(folder, resolved, state, lambda: StartProgress(console), not detach, _say)
+    except BaseException:
+        _leave_field(folder, resolved, leave)
+        raise
+    _show(folder, resolved, started, leave, detach)
+
+
+@app.command(name="eval")
+def evaluate(
+    version: Annotated[
+        str, typer.Argument(metavar="RUN[:VERSION]", help="Weights to judge; without VERSION, the newest of the run.")
+    ],
+    tasks: Annotated[
+        int | None, typer.Option(help="Held-out tasks; by default as many as the run's last evaluation.")
+    ] = None,
+    leave: Leave = False,
+    detach: Detach = False,
+    field: Field = FIELD,
+) -> None:
+    """Play held-out tasks with a weight version of any run, as a run of its own: pass@1 sampled and greedy.
+
+    Job, tasks and tools are those of the run, from the log. The same version gets the same tasks every time.
+
+    Examples:  replayground eval 20260713-0915  ·  replayground eval 20260713-0915:12 --tasks 200 --exit
+    """
+    from replayground.deploy.experience.evaluating import request_evaluation
+    from replayground.deploy.field import ensure_field
+    from replayground.deploy.local.stack import terminate_on_signals
+    from replayground.deploy.progress import StartProgress
+    from replayground.deploy.run_lifecycle import log_of, start_run
+
+    _require_one(leave, detach)
+    terminate_on_signals()
+    folder, resolved, _ = ensure_field(field, None, lambda: StartProgress(console), _say)
+    try:
+        with log_of(resolved) as log:
+            asked, source = request_evaluation(log, folder, resolved, version, tasks)
+        started = start_run(
+            folder, resolved, asked, lambda: StartProgress(console), not detach, _say, kind="eval", source=source
+        )
     except BaseException:
         _leave_field(folder, resolved, leave)
         raise

@@ -46,10 +46,12 @@ from replayground.deploy.runs import (
 from replayground.deploy.traces_client import Overview, TracesClient
 from replayground.schemas.blobs import open_blobs
 from replayground.schemas.errors import BadInput, LogUnavailable, ReplaygroundError
-from replayground.schemas.events import RunEnded
+from replayground.schemas.events import RunEnded, RunKind
+from replayground.schemas.job import load_job
 from replayground.streams.log.connect import open_log
 from replayground.streams.log.kafka import KafkaLog
 from replayground.streams.rules.runs import RunState
+from replayground.streams.rules.scoring import scorers_by_name, versions_of
 
 MONITOR = "monitor"
 _MONITOR_STOP_SECONDS_MAX = 20
@@ -79,8 +81,11 @@ def start_run(
     progress: ShowProgress,
     foreground: bool,
     echo: Say,
+    kind: RunKind = "practise",
+    source: RunState | None = None,
 ) -> StartedRun:
-    """Starts a new run. Leaves nothing running when it raises BadInput, StackFailed or LogUnavailable."""
+    """Starts a new run; with a source, its files are that one's. Leaves nothing running when it raises BadInput,
+    StackFailed or LogUnavailable."""
     require_disk(field_folder.path, field.config.local.disk_free_bytes_min)
     with log_of(field) as log:
         folder = field_folder.run(_new_id(asked, set(list_runs(log))))
@@ -91,7 +96,7 @@ def start_run(
         files = sources.store_files(open_blobs(field.run_of("operator")), msgspec.json.decode(config))
         event = started_event(
             run_id=folder.run_id,
-            kind="practise",
+            kind=kind,
             config=config,
             files=files,
             seed=asked.seed,
@@ -99,6 +104,8 @@ def start_run(
             packages=sources.package_versions(),
             # Nothing before these positions belongs to the run, so its programs need not read the whole log.
             positions=end_positions(log),
+            sources=[] if source is None else [source.run_id],
+            scorers=scorers_of(msgspec.json.decode(config)["job"]["module"]),
         )
         create_run_folder(folder)
         with _hold_lock(folder) as lock:
@@ -123,11 +130,28 @@ def resume_run(
         asked, told = _requested_on_log(folder, field, state)
         for line in told:
             echo(line)
+        _require_same_scorers(state, asked.raw["job"]["module"])
         # As in start_run, before the write: RunResumed takes the run away from a start that may still work elsewhere.
         resolve_run(folder, field, asked, (), 0)
         state = write_resume(log, state.run_id, sources.code_version(), sources.package_versions())
         echo(f"resuming {state.run_id} for the {_ordinal(state.starts)} time")
         return _start_programs(folder, field, asked, state, log, lock, progress, foreground)
+
+
+def scorers_of(module: str) -> dict[str, str]:
+    """Versions of the scorers that judge a job, by name; its code is run. Raises BadInput."""
+    return versions_of(scorers_by_name(load_job(module).scorers))
+
+
+def _require_same_scorers(state: RunState, module: str) -> None:
+    """Raises BadInput when a scorer is not the one that the run began with: its groups would be judged by two."""
+    now = scorers_of(module)
+    for name, version in state.scorers.items():
+        if now.get(name) != version:
+            raise BadInput(
+                f"scorer {name} is version {now.get(name, 'unknown')} here, and {state.run_id} began with {version}: "
+                "start a new run, or judge the old one again with `replayground rescore`"
+            )
 
 
 def _start_programs(

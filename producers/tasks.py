@@ -149,7 +149,7 @@ class Feed:
         self._tasks = tasks
         self._agent_catalog = agent_catalog or AgentCatalog()
         self.version_first = run.job.first_version
-        self.version_last = self.version_first + run.job.steps if run.job.steps > 0 else None
+        self.version_last = run.job.last_version
         "None = the run has no end (steps = 0)"
         self.version = -1
         "newest published version"

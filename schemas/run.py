@@ -74,6 +74,8 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     its optimizer; then there is no cold start and demonstrations must be 0. Empty = the model of [trainer.model]"""
     steps: int = 80
     "optimizer batches of GRPO after the cold start; 0 = train until stopped"
+    evaluates_only: bool = False
+    "the first version plays held-out tasks, and the run ends: nothing is trained"
     groups_per_batch: int = 16
     "groups that one optimizer batch is cut from"
     group_size: int = 8
@@ -95,6 +97,13 @@ class JobSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         if copied is not None:
             return copied.version
         return 1 if self.has_cold_start else 0
+
+    @property
+    def last_version(self) -> int | None:
+        """The weight version with which the run is done; None = it trains until stopped. Raises BadInput."""
+        if self.evaluates_only:
+            return self.first_version
+        return self.first_version + self.steps if self.steps > 0 else None
 
     @property
     def copied_version(self) -> VersionAddress | None:

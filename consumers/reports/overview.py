@@ -213,11 +213,11 @@ def _gauge(programs: Sequence[ProgramStatus], role: str, figure: str) -> float:
 
 def _is_done(job: JobSettings, steps: int, evaluations: Sequence[Evaluation]) -> bool:
     """Whether the last step is taken and both evaluations of its version are complete."""
-    if job.steps == 0:
+    last = job.last_version
+    if last is None:
         return False
-    last = job.first_version + job.steps
     complete = {evaluation.kind for evaluation in evaluations if evaluation.version == last and evaluation.complete}
-    return steps >= job.steps and complete == {"sampled", "greedy"}
+    return steps >= last - job.first_version and complete == {"sampled", "greedy"}
 
 
 def _phase(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -146,18 +147,19 @@ def _config(
     raw = copy.deepcopy(config_of(source))
     begin = version_address(request.weights_from)
     origin = job_of(origin_of(log, source))
-    taken = sum(1 for _ in batches_from(log, source.run_id, source.positions))
-    raw["job"] |= {"weights_from": request.weights_from, "demonstrations": 0, "steps": 0}
+    bases = [batch.base_version for batch in batches_from(log, source.run_id, source.positions)]
+    wanted = [base for base in bases if base >= begin.version and (request.until is None or base < request.until)]
+    is_known = not (request.is_followed or request.selection)
+    steps = len(wanted) if is_known else 0
+    raw["job"] |= {"weights_from": request.weights_from, "demonstrations": 0, "steps": steps}
     grpo = raw.setdefault("trainer", {}).setdefault("grpo", {})
     # The line of the learning rate is the source's: a retraining of some of its versions must not begin it anew.
-    grpo["schedule_steps"] = max(origin.steps, taken) if origin.steps else 0
+    grpo["schedule_steps"] = max(origin.steps, len(bases)) if origin.steps else 0
     grpo["schedule_start"] = max(0, begin.version - origin.first_version)
     grpo["effective_sample_size_min"] = 0.0 if is_forced else SAMPLE_SIZE_MIN
     for setting, value in overrides.items():
         set_setting(raw, setting, value)
     # Checked here, so that a misspelt setting is reported before anything is written.
-    from pathlib import Path
-
     parse_config(raw, Path("--set"))
     return raw
 

@@ -18,10 +18,14 @@ from replayground.schemas.errors import BadInput
 if TYPE_CHECKING:
     from replayground.deploy.experience.rescoring import RescoreResult, Shown
     from replayground.deploy.experience.retraining import RetrainResult
+    from replayground.deploy.local.folder import FieldFolder
+    from replayground.deploy.resolve import ResolvedConfig
     from replayground.schemas.events import StepTaken, VersionAddress
     from replayground.streams.rules.comparison import Comparison
     from replayground.streams.rules.runs import RunState
 
+KINDS = ("replay", "retrain", "sft")
+"of runs that one command carries out, without programs of their own"
 _LINE_SECONDS = 5.0
 _TEXT_CHARACTERS_MAX = 60
 
@@ -137,6 +141,26 @@ def retrain(
         if result is None:
             _stopped(state.run_id)
         _report_steps(result)
+
+
+def resume(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState") -> None:
+    """Goes on with a run of one of KINDS, shows it and reports. Raises ReplaygroundError."""
+    from replayground.deploy import sources
+    from replayground.deploy.experience import rescoring, retraining
+    from replayground.deploy.run_lifecycle import log_of
+    from replayground.deploy.runs import write_resume
+
+    with log_of(resolved) as log:
+        state = write_resume(log, state.run_id, sources.code_version(), sources.package_versions())
+        echo(f"resuming {state.run_id}")
+        if state.kind == "replay":
+            with _shown("judging") as show:
+                rescored = rescoring.go_on(log, folder, resolved, state, os.cpu_count() or 1, show)
+            _report(rescored or _stopped(state.run_id), is_dry=False)
+        else:
+            with _shown("training") as show:
+                retrained = retraining.go_on(log, folder, resolved, state, show)
+            _report_steps(retrained or _stopped(state.run_id))
 
 
 def _stopped(run_id: str) -> NoReturn:
