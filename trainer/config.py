@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-LossMode = Literal["decoupled", "bypass", "probability", "gspo", "cispo", "icepop"]
+LossMode = Literal["decoupled", "bypass", "probability", "gspo", "cispo", "icepop", "m2po"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
@@ -90,6 +90,8 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     "gspo: clip_low of the ratio of a whole trajectory"
     gspo_clip_high: float = 4e-4
     "gspo: clip_high of the ratio of a whole trajectory"
+    second_moment_max: float = 0.04
+    "m2po: bound of the mean squared log-ratio of the tokens that it keeps"
     probability_drop: float = 0.2
     "probability: a token whose probability has moved this far in the wanted direction has no policy gradient"
     square_weight: float = 1e-3
@@ -111,6 +113,7 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         _require(self.inner_steps >= 1, "inner_steps must be at least 1")
+        _require(self.second_moment_max > 0, "second_moment_max must be above 0")
         _require(0 <= self.effective_sample_size_min <= 1, "effective_sample_size_min is a share: 0 to 1")
         _require(
             self.mode != "probability" or self.inner_steps == 1,

@@ -6,7 +6,7 @@ whole optimizer step (1 / N for the token mean). Shares are computed over the wh
 add up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,8 @@ class Tokens:
     trajectory: Tensor
     "int64, which trajectory of the micro-batch: 0, 1, 2 …"
     share: Tensor
+    excluded: Tensor | None = None
+    "bool, m2po: what excluded_tokens found over the whole step; None = these are all tokens of the step"
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,21 @@ def rejection_mask(tokens: Tokens, rules: GrpoSettings) -> Tensor:
     return (mean < low) | (mean > high)
 
 
+@torch.no_grad()
+def excluded_tokens(step: Sequence[Tokens], rules: GrpoSettings) -> list[Tensor]:
+    """m2po: which tokens of a whole optimizer step give no gradient, for each of its micro-batches.
+
+    Candidates are the tokens on which a clip could act: the ratio to the sampling policy has moved in the direction of
+    the advantage. Those with the largest squared log-ratio are excluded until the mean square of the other candidates
+    is at most second_moment_max. Equal squares are excluded together, so the order of tokens does not matter.
+    """
+    squares = [_logratio(tokens).double() ** 2 for tokens in step]
+    candidates = [_candidates(tokens, rules) for tokens in step]
+    chosen = torch.cat([square[candidate] for square, candidate in zip(squares, candidates, strict=True)])
+    bound = _square_max(chosen, rules.second_moment_max)
+    return [candidate & (square > bound) for square, candidate in zip(squares, candidates, strict=True)]
+
+
 def _decoupled(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     weight = _truncated_weight(tokens, rules)
     ratio = _exp(tokens.theta - tokens.prox)
@@ -168,6 +185,15 @@ def _icepop(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     return TokenTerms(weight * loss, weight, removed)
 
 
+def _m2po(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
+    excluded = tokens.excluded if tokens.excluded is not None else excluded_tokens([tokens], rules)[0]
+    ratio = _exp(tokens.theta - tokens.mu)
+    loss, bounded = _bounded(tokens.advantage, ratio, -tokens.advantage * ratio, rules.dual_clip)
+    removed = excluded | bounded
+    # The weight is the one that gradients really have, so that the effective sample size is that of what is learned.
+    return TokenTerms(torch.where(excluded, 0.0, loss), torch.where(removed, 0.0, ratio.detach()), removed)
+
+
 MODES: dict[LossMode, Callable[[Tokens, GrpoSettings], TokenTerms]] = {
     "decoupled": _decoupled,
     "bypass": _bypass,
@@ -175,18 +201,43 @@ MODES: dict[LossMode, Callable[[Tokens, GrpoSettings], TokenTerms]] = {
     "gspo": _gspo,
     "cispo": _cispo,
     "icepop": _icepop,
+    "m2po": _m2po,
 }
 
 
 def _clipped(advantage: Tensor, ratio: Tensor, low: float, high: float, dual: float) -> tuple[Tensor, Tensor]:
     """max(-A r, -A clip(r)), at most -dual A where A < 0; and for which tokens that removed the gradient."""
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
-    # Without this bound the loss of a token with negative advantage grows with its ratio without limit.
-    loss = torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss)
+    loss, bounded = _bounded(advantage, ratio, loss, dual)
     above = (advantage > 0) & (ratio > 1 + high)
     below = (advantage < 0) & (ratio < 1 - low)
-    bounded = (advantage < 0) & (ratio > dual)
     return loss, (above | below | bounded).detach()
+
+
+def _bounded(advantage: Tensor, ratio: Tensor, loss: Tensor, dual: float) -> tuple[Tensor, Tensor]:
+    """The loss, at most -dual A where A < 0; and for which tokens that removed the gradient."""
+    # Without this bound the loss of a token with negative advantage grows with its ratio without limit.
+    bounded = (advantage < 0) & (ratio > dual)
+    return torch.where(advantage < 0, torch.minimum(loss, -dual * advantage), loss), bounded.detach()
+
+
+def _candidates(tokens: Tokens, rules: GrpoSettings) -> Tensor:
+    logratio = _logratio(tokens)
+    towards = ((tokens.advantage > 0) & (logratio > 0)) | ((tokens.advantage < 0) & (logratio < 0))
+    return tokens.mask & towards & ~rejection_mask(tokens, rules)
+
+
+def _square_max(squares: Tensor, mean_max: float) -> float:
+    """The largest of the squares up to which their mean is at most mean_max; -1 when there is none."""
+    values, counts = torch.unique(squares, return_counts=True)
+    # In ascending order the mean never falls, so those within the bound come first.
+    means = (values * counts).cumsum(0) / counts.cumsum(0)
+    within = int((means <= mean_max).sum())
+    return float(values[within - 1]) if within else -1.0
+
+
+def _logratio(tokens: Tokens) -> Tensor:
+    return (tokens.theta.detach() - tokens.mu).clamp(-LOGRATIO_MAX, LOGRATIO_MAX)
 
 
 def _truncated_weight(tokens: Tokens, rules: GrpoSettings) -> Tensor:
@@ -210,7 +261,7 @@ def _trajectory_mean(values: Tensor, tokens: Tokens) -> Tensor:
 @torch.no_grad()
 def _figures(tokens: Tokens, terms: TokenTerms, rules: GrpoSettings) -> LossFigures:
     mask = tokens.mask
-    distance = (tokens.theta - tokens.mu).clamp(-LOGRATIO_MAX, LOGRATIO_MAX)[mask].double()
+    distance = _logratio(tokens)[mask].double()
     ratio = distance.exp()
     weight = terms.weight[mask].double()
     return LossFigures(

@@ -12,7 +12,7 @@ from replayground.schemas.errors import BadInput
 from replayground.trainer.batch import Episode, MicroBatch, TrainingBatch
 from replayground.trainer.config import GrpoSettings
 from replayground.trainer.engines.protocol import Model
-from replayground.trainer.loss import LossFigures, Tokens, policy_loss
+from replayground.trainer.loss import LossFigures, Tokens, excluded_tokens, policy_loss
 
 
 class TooFarOffPolicy(BadInput):
@@ -45,14 +45,15 @@ def take_step(
     for inner in range(settings.inner_steps):
         optimizer.zero_grad(set_to_none=True)
         taken = _Inner()
-        for index, micro in enumerate(batch.micro_batches):
+        excluded = _excluded(model, batch.micro_batches, prox, settings)
+        for number, micro in enumerate(batch.micro_batches):
             logprobs = torch.log_softmax(model.logits(micro), -1)
-            theta = logprobs.gather(1, micro.targets[:, None]).squeeze(1)
+            theta = _of_targets(logprobs, micro)
             # The weights have not moved yet, so the first pass gives prox without a forward pass of its own.
             if inner == 0:
                 prox.append(theta.detach())
                 entropy += _entropy_sum(logprobs.detach())
-            loss, figures = policy_loss(_loss_tokens(micro, theta, prox[index]), settings)
+            loss, figures = policy_loss(_loss_tokens(micro, theta, prox[number], excluded[number]), settings)
             torch.autograd.backward(loss)
             taken.loss += float(loss.detach())
             taken.figures += figures
@@ -124,10 +125,29 @@ def _require_on_policy(
     )
 
 
-def _loss_tokens(micro: MicroBatch, theta: Tensor, prox: Tensor) -> Tokens:
+@torch.no_grad()
+def _excluded(
+    model: Model, micros: Sequence[MicroBatch], prox: Sequence[Tensor], settings: GrpoSettings
+) -> Sequence[Tensor | None]:
+    """What m2po leaves out in each micro-batch of the next inner step; None = nothing is known beforehand."""
+    # The second moment is that of the whole step, so that the split into micro-batches changes nothing: a forward pass
+    # over all of them comes first. With one micro-batch the pass of the loss tells it.
+    if settings.mode != "m2po" or len(micros) < 2:
+        return [None] * len(micros)
+    theta = [_of_targets(torch.log_softmax(model.logits(micro), -1), micro) for micro in micros]
+    # Before the first inner step the weights are those of prox.
+    known = zip(micros, theta, prox or theta, strict=True)
+    return excluded_tokens([_loss_tokens(micro, now, start) for micro, now, start in known], settings)
+
+
+def _of_targets(logprobs: Tensor, micro: MicroBatch) -> Tensor:
+    return logprobs.gather(1, micro.targets[:, None]).squeeze(1)
+
+
+def _loss_tokens(micro: MicroBatch, theta: Tensor, prox: Tensor, excluded: Tensor | None = None) -> Tokens:
     # A micro-batch has only sampled tokens.
     mask = torch.ones_like(micro.targets, dtype=torch.bool)
-    return Tokens(theta, prox, micro.mu, micro.advantage, mask, micro.trajectory, micro.share)
+    return Tokens(theta, prox, micro.mu, micro.advantage, mask, micro.trajectory, micro.share, excluded)
 
 
 def _apply(model: Model, optimizer: torch.optim.Optimizer, gradient_clip: float, taken: _Inner) -> None:

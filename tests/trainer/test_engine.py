@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 import tempfile
 from pathlib import Path
 
@@ -145,7 +146,7 @@ def test_learning_rates_warm_up_and_fall_to_the_final_share() -> None:
     assert shares[50:] == sorted(shares[50:], reverse=True)
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "bypass", "gspo", "cispo", "icepop", "probability"])
+@pytest.mark.parametrize("mode", ["decoupled", "bypass", "gspo", "cispo", "icepop", "probability", "m2po"])
 def test_a_step_makes_rewarded_trajectories_likelier_than_others(
     warm: dict[str, bytes], tokenizer: Tokenizer, mode: LossMode
 ) -> None:
@@ -155,6 +156,29 @@ def test_a_step_makes_rewarded_trajectories_likelier_than_others(
     before = likelihood(learner, batch, 1) - likelihood(learner, batch, -1)
     learner.grpo(batch)
     assert likelihood(learner, batch, 1) - likelihood(learner, batch, -1) > before
+
+
+@pytest.mark.parametrize("mode", ["m2po", "decoupled"])
+def test_the_split_into_micro_batches_changes_only_rounding(
+    warm: dict[str, bytes], tokenizer: Tokenizer, mode: LossMode
+) -> None:
+    """For m2po it decides nothing about what is excluded, although that depends on all tokens of the step."""
+    batch = practice(warm, tokenizer)
+    stale = [replace(e, logprobs=shaken(e, number)) for number, e in enumerate(batch.trajectories)]
+    batch = dataclasses.replace(batch, trajectories=stale)
+    parts = [
+        engine(warm, TrainerSettings(grpo=GrpoSettings(mode=mode, micro_batch_tokens_max=size))).grpo(batch).metrics
+        for size in (100_000, 200)
+    ]
+    for name in ("loss", "gradient_norm", "clip_share", "effective_sample_size", "k3"):
+        assert parts[1][name] == pytest.approx(parts[0][name], rel=1e-4)
+    assert mode != "m2po" or 0.05 < parts[0]["clip_share"] < 0.9
+
+
+def shaken(event: TrajectoryAssembled, seed: int) -> bytes:
+    """Its log-probabilities as if other weights had sampled it."""
+    draw = random.Random(seed)
+    return pack_logprobs([min(0.0, value + draw.gauss(0, 0.5)) for value in unpack_logprobs(event.logprobs)])
 
 
 def test_the_report_of_a_step(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:

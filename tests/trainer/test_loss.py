@@ -9,7 +9,15 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from replayground.trainer.config import GrpoSettings, LossMode
-from replayground.trainer.loss import MODES, LossFigures, Tokens, policy_loss, rejection_mask, token_shares
+from replayground.trainer.loss import (
+    MODES,
+    LossFigures,
+    Tokens,
+    excluded_tokens,
+    policy_loss,
+    rejection_mask,
+    token_shares,
+)
 
 RULES = {mode: GrpoSettings(mode=mode, inner_steps=1) for mode in MODES}
 
@@ -62,8 +70,29 @@ def reference_term(mode: LossMode, index: int, tokens: Tokens) -> float:
         return weight * clipped(advantage, math.exp(clamp(sum(same) / len(same))), 3e-4, 4e-4)
     if mode == "cispo":
         return -weight * min(ratio, 1.28) * advantage * theta
+    if mode == "m2po":
+        if index in excluded_slowly(tokens, 0.04):
+            return 0.0
+        loss = -advantage * math.exp(clamp(theta - mu))
+        return min(loss, -3 * advantage) if advantage < 0 else loss
     assert mode == "icepop"
     return (rho if 0.5 <= rho <= 2.0 else 0.0) * clipped(advantage, ratio, 0.2, 0.28)
+
+
+def excluded_slowly(tokens: Tokens, mean_max: float) -> set[int]:
+    """One by one, the largest square first, with all that equal it; everything is summed again each time."""
+    logratio = [clamp(float(value)) for value in (tokens.theta.detach() - tokens.mu)]
+    left = {
+        index
+        for index in range(len(logratio))
+        if tokens.mask[index] and float(tokens.advantage[index]) * logratio[index] > 0
+    }
+    excluded: set[int] = set()
+    while left and math.fsum(logratio[index] ** 2 for index in left) / len(left) > mean_max:
+        largest = max(logratio[index] ** 2 for index in left)
+        excluded |= {index for index in left if logratio[index] ** 2 == largest}
+        left -= excluded
+    return excluded
 
 
 def loss_of(tokens: Tokens, rules: GrpoSettings) -> float:
@@ -84,7 +113,7 @@ def test_a_mode_equals_the_slow_reference(mode: LossMode, seed: int) -> None:
     assert loss_of(tokens, RULES[mode]) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "bypass", "probability", "gspo", "icepop"])
+@pytest.mark.parametrize("mode", ["decoupled", "bypass", "probability", "gspo", "icepop", "m2po"])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_gradient_is_the_slope_of_the_loss(mode: LossMode, seed: int) -> None:
     tokens, step = drawn(seed), 1e-7
@@ -136,7 +165,11 @@ def test_masked_tokens_have_no_gradient_and_do_not_matter(mode: LossMode) -> Non
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant_length"])
 def test_micro_batches_add_up(mode: LossMode, aggregation: str) -> None:
     tokens = drawn(5)
-    tokens = _with(tokens, share=token_shares(tokens.trajectory, tokens.mask, aggregation, 16))
+    share, (excluded,) = (
+        token_shares(tokens.trajectory, tokens.mask, aggregation, 16),
+        excluded_tokens([tokens], RULES[mode]),
+    )
+    tokens = _with(tokens, share=share, excluded=excluded)
     whole, figures = policy_loss(tokens, RULES[mode])
     whole_gradient = gradient(tokens, RULES[mode])
     loss, summed, parts = 0.0, LossFigures(), torch.zeros_like(whole_gradient)
@@ -150,6 +183,60 @@ def test_micro_batches_add_up(mode: LossMode, aggregation: str) -> None:
     assert loss == pytest.approx(float(whole.detach()), rel=1e-12)
     torch.testing.assert_close(parts, whole_gradient)
     assert vars(summed) == pytest.approx(vars(figures), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_m2po_excludes_what_the_slow_reference_excludes(seed: int) -> None:
+    tokens = drawn(seed, count=200, spread=(0.1, 0.5, 1.0, 30.0)[seed % 4])
+    rules = replace(RULES["m2po"], second_moment_max=(0.001, 0.04, 0.2)[seed % 3])
+    (excluded,) = excluded_tokens([tokens], rules)
+    assert set(excluded.nonzero().flatten().tolist()) == excluded_slowly(tokens, rules.second_moment_max)
+    distance = (tokens.theta - tokens.mu).detach().clamp(-20, 20)
+    kept = tokens.mask & (tokens.advantage * distance > 0) & ~excluded
+    assert not kept.any() or float((distance[kept] ** 2).mean()) <= rules.second_moment_max
+    assert not gradient(tokens, rules)[excluded].any()
+
+
+def test_m2po_with_nothing_to_exclude_is_the_plain_loss_and_lets_the_rest_through() -> None:
+    tokens = drawn(11, spread=0.01)
+    plain = (
+        torch.where(tokens.mask, -tokens.advantage * (tokens.theta - tokens.mu).exp(), 0.0).sum() / tokens.mask.sum()
+    )
+    assert loss_of(tokens, RULES["m2po"]) == pytest.approx(float(plain.detach()), rel=1e-12)
+    # Far against the advantage: a clip would not act, so nothing is excluded however large the square.
+    away = _with(tokens, theta=(tokens.mu - 3 * tokens.advantage.sign()).requires_grad_())
+    assert not excluded_tokens([away], RULES["m2po"])[0].any()
+    toward = _with(tokens, theta=(tokens.mu + 3 * tokens.advantage.sign()).requires_grad_())
+    assert torch.equal(excluded_tokens([toward], RULES["m2po"])[0], tokens.mask)
+
+
+def test_m2po_treats_equal_tokens_alike_in_any_order_and_any_split() -> None:
+    tokens = drawn(12, count=90)
+    rules = replace(RULES["m2po"], second_moment_max=0.1)
+    # Only three sizes of a log-ratio, so that the bound falls among equal ones.
+    sizes = torch.tensor([0.1, 0.25, 0.6], dtype=torch.float64)[torch.arange(90) % 3]
+    mu = torch.full((90,), -1.0, dtype=torch.float64)
+    tokens = _with(tokens, mu=mu, theta=(mu + sizes * tokens.advantage.sign()).requires_grad_())
+    (whole,) = excluded_tokens([tokens], rules)
+    squares = ((tokens.theta - tokens.mu).detach() ** 2)[tokens.mask]
+    assert set(squares[whole[tokens.mask]].tolist()).isdisjoint(squares[~whole[tokens.mask]].tolist())
+    assert 0 < int(whole.sum()) < int(tokens.mask.sum())
+    order = torch.randperm(90, generator=torch.Generator().manual_seed(3))
+
+    def chosen(places: Tensor) -> Tokens:
+        return Tokens(**{name: value[places] for name, value in vars(tokens).items() if value is not None})
+
+    parts = [chosen(places) for places in (order[:40], order[40:41], order[41:])]
+    assert torch.equal(torch.cat(excluded_tokens(parts, rules)), whole[order])
+
+
+def test_m2po_weighs_only_what_it_learns_from() -> None:
+    tokens = drawn(13, count=400)
+    _, figures = policy_loss(tokens, RULES["m2po"])
+    learned = tokens.mask & (gradient(tokens, RULES["m2po"]) != 0)
+    weight = torch.where(learned, (tokens.theta - tokens.mu).detach().exp(), 0.0)[tokens.mask]
+    assert figures.effective_sample_size == pytest.approx(float(1 / ((weight / weight.mean()) ** 2).mean()))
+    assert figures.clip_share == pytest.approx(1 - float(learned.sum() / tokens.mask.sum()))
 
 
 def test_shares_of_each_aggregation() -> None:
