@@ -2,9 +2,17 @@
 
 One run continues (bench.practice). At each size, a number of ended trajectories, its programs are killed and restarted
 one after another, each with work waiting. Measured: seconds from the start (after imports) to the first event written,
-memory at that moment, and the size of the state that was restored. The streams also lose their state folder. Between
-the rounds of one size the run continues for a batch and for what was waiting, some 2,500 trajectories, so that each
-round finds the same work.
+memory at that moment, and the size of the state. The streams also lose their state folder.
+
+Every restart finds the same work, at every size, so that only the length of the run differs:
+
+    drain: no open task ─► scheduler stops cleanly: a snapshot of the horizons alone
+    portion: 256 tasks (what the feeder keeps in advance) are played, 4 batches ─► kill -9: the tail that a restart reads,
+             4,600 events of the 5,000 between two snapshots
+    restart: the feeder submits 256 tasks, the scheduler requests 192 of them, and so on
+
+The states of feeder and scheduler are measured with these 256 tasks open, by a clean stop when they have nothing more to
+do. In the portion all rollouts are of one version, since the cutter remembers groups by their version.
 """
 
 import shutil
@@ -12,15 +20,18 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from bench.practice import (
-    JOB,
     LOOP,
+    TASKS_IN_ADVANCE,
     Counter,
+    OpenTasks,
     Player,
     Program,
     Server,
@@ -30,6 +41,8 @@ from bench.practice import (
     settings_of,
 )
 from bench.rounds import Figure, figure, growth, worst
+from replayground.consumers.config import ReloaderSettings
+from replayground.consumers.weights_to_vllm import TargetReader
 from replayground.deploy.local.stack import LogAddresses, local_log
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
@@ -40,8 +53,9 @@ from replayground.streams.config import StreamsSettings
 from replayground.streams.log.kafka import KafkaLog
 
 _RUN_ID = "endless"
-_TRAJECTORIES_BETWEEN = JOB.groups_per_batch * JOB.group_size
-"a batch, so that every program of the loop has worked once more"
+_WITHOUT_FEEDER = tuple(name for name in LOOP if name != "feeder")
+_PLANNERS = ("feeder", "scheduler")
+"programs that take a snapshot when they are stopped"
 
 
 @dataclass(frozen=True)
@@ -62,23 +76,40 @@ class Endless:
     folder: Path
     server: Server
     newest: WeightsPublished
+    open_tasks: OpenTasks
+    idle_bytes: int = 0
+    "of the scheduler's snapshot without open work"
     programs: dict[str, Program] = field(default_factory=dict)
     player: Player | None = None
 
-    def go_on(self, ended: Counter, count: int) -> None:
+    def grow(self, ended: Counter, count: int) -> None:
         """Runs until `count` trajectories have ended in all, then until no work is left."""
-        self._play()
-        started = [self._prepare(name) for name in LOOP]
-        # All are started before any is awaited: their imports run side by side.
-        for program in started:
-            program.await_ready()
-            program.start()
+        self._start(LOOP)
         ended.reach(count, self._require_alive)
-        # Without new tasks the rest is played to the end. Then every program is idle, and restarts begin alike.
-        self.programs["feeder"].kill()
-        del self.programs["feeder"]
-        ended.settle(self._require_alive)
+        self._stop("feeder")
+        self._rest()
+
+    def play_portion(self) -> None:
+        """Leaves a snapshot without open work behind, plays as many tasks as the feeder keeps in advance, and kills all."""
+        self._start(_WITHOUT_FEEDER)
+        self._rest()
+        submitted = self.open_tasks.submitted
+        self._start(("feeder",), version_played=self.newest.version)
+        self.open_tasks.reach(submitted + TASKS_IN_ADVANCE, self._require_alive)
+        # Before it reads of ended tasks: it would submit more.
+        self._kill("feeder")
+        self._start(_WITHOUT_FEEDER, version_played=self.newest.version)
+        self.open_tasks.drain(self._require_alive)
         self.kill_all()
+
+    def _rest(self) -> None:
+        """Plays what is open to its end. The scheduler leaves a snapshot, the others are killed."""
+        self.open_tasks.drain(self._require_alive)
+        # The ends of the last batch reach the scheduler after the batch.
+        Counter(self.log, "attempts").settle(self._require_alive)
+        self._stop("scheduler")
+        self.kill_all()
+        self.idle_bytes = _snapshot_bytes(self.log, self.run, "scheduler")
 
     def restart_all(self) -> dict[str, Restart]:
         """Restarts each program in the order of the flow: what one writes is the work of the next."""
@@ -111,6 +142,11 @@ class Endless:
         began = program.start()
         ended = self.server.first(program.require_alive) if watch is None else watch.first([program])
         memory_bytes = program.memory_bytes()
+        if name in _PLANNERS:
+            # Until it has written all that the open tasks allow: from then on its state is the same in every round.
+            assert writes is not None
+            Counter(self.log, writes).settle(self._require_alive)
+            self._stop(name)
         return Restart(ended - began, memory_bytes, self._state_bytes(name))
 
     def _state_bytes(self, name: str) -> dict[str, int]:
@@ -121,14 +157,33 @@ class Endless:
                 "table": _size_bytes(self.folder / "state"),
                 "changelog": sum(path.stat().st_size for path in segments),
             }
-        return {"snapshot": _snapshot_bytes(self.log, self.run, name)}
+        if name == "reloader":
+            return {"targets": _targets_bytes(self.log, self.run)}
+        idle = {"idle": self.idle_bytes} if name == "scheduler" else {}
+        return idle | {"snapshot": _snapshot_bytes(self.log, self.run, name)}
+
+    def _start(self, names: Iterable[str], version_played: int | None = None) -> None:
+        started = [self._prepare(name) for name in names]
+        # All are started before any is awaited: their imports run side by side.
+        for program in started:
+            program.await_ready()
+        if self.player is None:
+            self._play(version_played)
+        for program in started:
+            program.start()
+
+    def _stop(self, name: str) -> None:
+        self.programs.pop(name).stop()
+
+    def _kill(self, name: str) -> None:
+        self.programs.pop(name).kill()
 
     def _prepare(self, name: str) -> Program:
         self.programs[name] = Program.prepare(name, self.run, settings_of(name, self.folder, self.server.url))
         return self.programs[name]
 
-    def _play(self) -> None:
-        self.player = Player(self.run, self.log, self.newest, self.server.url)
+    def _play(self, version_played: int | None = None) -> None:
+        self.player = Player(self.run, self.log, self.newest, self.server.url, version_played)
 
     def kill_all(self) -> None:
         for program in self.programs.values():
@@ -149,17 +204,18 @@ class Endless:
 def measure(quick: bool) -> dict[str, Figure]:
     """Growth from the first size to the last, of the program where it is worst. 1 = none; the limit is 1.2."""
     if quick:
-        return measure_sizes((500, 3_000), rounds=1)
-    # Nine: seconds and the scheduler's open work differ up to three-fold between restarts at one size.
-    return measure_sizes((10_000, 100_000, 1_000_000), rounds=9)
+        return measure_sizes({500: 1, 3_000: 1})
+    # More where the figures are from; between them three show whether it is a line.
+    return measure_sizes({10_000: 5, 100_000: 3, 1_000_000: 5})
 
 
-def measure_sizes(sizes: tuple[int, ...], rounds: int) -> dict[str, Figure]:
+def measure_sizes(rounds_by_size: dict[int, int]) -> dict[str, Figure]:
+    """Restarts at each size, in ascending order; the figures compare the last with the first."""
     found: list[dict[str, list[Restart]]] = []
     with _endless() as endless:
         ended = Counter(endless.log, "trajectories")
-        for size in sizes:
-            endless.go_on(ended, size)
+        for size, rounds in rounds_by_size.items():
+            endless.grow(ended, size)
             reached = ended.count()
             found.append(_restart_rounds(endless, ended, rounds))
     return _growths(found[0], found[-1]) | {"endless_trajectories": figure([reached])}
@@ -168,10 +224,8 @@ def measure_sizes(sizes: tuple[int, ...], rounds: int) -> dict[str, Figure]:
 def _restart_rounds(endless: Endless, ended: Counter, rounds: int) -> dict[str, list[Restart]]:
     """The restarts of each program, by round."""
     found: dict[str, list[Restart]] = defaultdict(list)
-    for number in range(rounds):
-        # A round ends with a full backlog of tasks. It is worked off first, or the feeder would have nothing to write.
-        if number > 0:
-            endless.go_on(ended, ended.count() + _TRAJECTORIES_BETWEEN)
+    for _ in range(rounds):
+        endless.play_portion()
         restarts = endless.restart_all()
         _tell(ended.count(), restarts)
         for name, restart in restarts.items():
@@ -219,11 +273,13 @@ def _endless() -> Iterator[Endless]:
         log = _open(addresses)
         server = Server()
         run = new_run(log, _RUN_ID, addresses)
-        endless = Endless(run, log, Path(folder), server, first_weights(run, log, server.url))
+        newest = first_weights(run, log, server.url)
+        endless = Endless(run, log, Path(folder), server, newest, OpenTasks(log, run))
         try:
             yield endless
         finally:
             endless.kill_all()
+            endless.open_tasks.close()
             server.close()
             log.close()
 
@@ -253,6 +309,17 @@ def _snapshot_bytes(log: KafkaLog, run: Run, program: str) -> int:
         if isinstance(event, SnapshotTaken) and event.program == program:
             size_bytes = len(message.value or b"")
     return size_bytes
+
+
+def _targets_bytes(log: KafkaLog, run: Run) -> int:
+    """Size of the state that the reloader has, whenever it took its last snapshot."""
+    following = TargetReader(log, run, ReloaderSettings().skipped_versions_max + 2)
+    try:
+        while not following.is_caught_up():
+            following.read(0.2)
+        return len(msgspec.msgpack.encode(following.targets))
+    finally:
+        following.close()
 
 
 def _size_bytes(folder: Path) -> int:

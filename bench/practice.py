@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from bench import practice_job
 from replayground.consumers.config import ReloaderSettings
 from replayground.deploy.local.stack import LogAddresses
 from replayground.producers.config import FeederSettings, SchedulerSettings
+from replayground.producers.scheduling.ledger import group_id_of
 from replayground.schemas.blobs import open_blobs
 from replayground.schemas.errors import LogUnavailable
 from replayground.schemas.events import (
@@ -36,6 +38,7 @@ from replayground.schemas.events import (
     RolloutRequested,
     RolloutStarted,
     StepTaken,
+    TaskSubmitted,
     TurnGenerated,
     VersionSpan,
     WeightsFile,
@@ -58,6 +61,8 @@ JOB = JobSettings(
 )
 LOOP = ("feeder", "scheduler", "streams", "cut")
 "the programs of a run that the Player does not replace"
+TASKS_IN_ADVANCE = JOB.groups_per_batch * 4
+"that the feeder keeps submitted and not ended; never fewer than the scheduler's pacing can use"
 _PROJECT = Path(__file__).parent.parent
 # A tiny model: it is published, but only the trainer of bench.endless loads it.
 _MODEL = ModelSettings(hidden=32, layers=1, heads=2, ffn=48)
@@ -79,7 +84,7 @@ def settings_of(program: str, folder: Path, server: str = "") -> msgspec.Struct:
     match program:
         case "feeder":
             # Without evaluations training starts at once.
-            return FeederSettings(train_backlog=JOB.groups_per_batch * 4, evaluation_tasks=0, evaluation_every=0)
+            return FeederSettings(train_backlog=TASKS_IN_ADVANCE, evaluation_tasks=0, evaluation_every=0)
         case "streams":
             return StreamsSettings(state_folder=str(folder / "state"))
         case "trainer":
@@ -136,6 +141,11 @@ class Program:
         self.process.kill()
         self.process.wait()
 
+    def stop(self) -> None:
+        """Stops it cleanly: a planner leaves a snapshot."""
+        self.process.terminate()
+        self.process.wait()
+
     def require_alive(self) -> None:
         assert self.process.poll() is None, f"{self.name} ended with code {self.process.poll()}"
 
@@ -148,6 +158,8 @@ class Player:
     log: Log
     newest: WeightsPublished
     server: str
+    version_played: int | None = None
+    "of all rollouts; None = the newest at that moment"
     rollouts: int = 0
     "played by this player"
     _failure: BaseException | None = None
@@ -192,7 +204,8 @@ class Player:
         for delivery in deliveries:
             request = delivery.event
             if isinstance(request, RolloutRequested) and request.meta.run_id == self.run.run_id:
-                for event in played(request, self.newest.version):
+                version = self.newest.version if self.version_played is None else self.version_played
+                for event in played(request, version):
                     self.log.append(event)
                 self.rollouts += 1
         # Flush before the commit: a request must not be committed before its messages are acknowledged.
@@ -391,6 +404,80 @@ class Watch:
         finally:
             self._reader.close()
         raise TimeoutError("no event in time")
+
+
+class OpenTasks:
+    """Follows which tasks of a run no batch has taken or passed over yet. Every task must be written once."""
+
+    def __init__(self, log: Log, run: Run) -> None:
+        self._log = log
+        self._run = run
+        self._reader = log.reader(["tasks", "batches", "weights"], start=run.start, run_id=run.run_id)
+        self._open: set[str] = set()
+        self._closed_early: set[str] = set()
+        "named by a batch that was read before the task"
+        self._batches = 0
+        self._version = 0
+        self.submitted = 0
+
+    def read(self) -> int:
+        """Reads to the end; returns how many tasks are open."""
+        while True:
+            for delivery in self._reader.poll(5000, 0.05):
+                if delivery.event is not None and delivery.event.meta.run_id == self._run.run_id:
+                    self._note(delivery.event)
+            if self._reader.caught_up():
+                return len(self._open)
+
+    def drain(self, alive: Callable[[], None]) -> None:
+        """Blocks until no task is open and every batch is trained on. Submits the tasks that the last batch lacks."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        known, since = -1, time.monotonic()
+        while (count := self.read()) or self._version < self._batches:
+            alive()
+            assert time.monotonic() < until, f"{count} tasks stay open"
+            if count != known:
+                known, since = count, time.monotonic()
+            # What is left cannot fill a batch: some of it became stale, or the feeder ended anywhere.
+            if count < JOB.groups_per_batch and time.monotonic() - since > _QUIET_SECONDS:
+                self._submit(JOB.groups_per_batch - count)
+            time.sleep(0.1)
+
+    def reach(self, submitted: int, alive: Callable[[], None]) -> None:
+        """Blocks until so many tasks were submitted in all."""
+        while self.read() >= 0 and self.submitted < submitted:
+            alive()
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _note(self, event: Event) -> None:
+        match event:
+            case TaskSubmitted():
+                self.submitted += 1
+                group_id = group_id_of(event.meta.task_id or "")
+                if group_id not in self._closed_early:
+                    self._open.add(group_id)
+            case BatchCut():
+                self._batches += 1
+                closed = {*event.groups, *event.groups_stale, *event.groups_passed}
+                # A repeat of an older group, which the streams make after a kill, is here too: it stays without effect.
+                self._closed_early |= closed - self._open
+                self._open -= closed
+            case WeightsPublished():
+                self._version = max(self._version, event.version)
+
+    def _submit(self, count: int) -> None:
+        (task,) = islice(practice_job.tasks("train", 0), 1)
+        task = msgspec.structs.replace(task, group_size=JOB.group_size)
+        for _ in range(count):
+            task_id = new_id()
+            meta = msgspec.structs.replace(
+                _meta(self._run, "tasks"), task_id=task_id, session_id="filler", purpose="train"
+            )
+            self._log.append(TaskSubmitted(meta=meta, task=task, sampling=FeederSettings().sampling))
+        self._log.flush()
 
 
 class Counter:

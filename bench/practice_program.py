@@ -1,11 +1,13 @@
 """One program of a run as a process: it imports everything first and starts when it reads a line.
 
-This module imports as little as possible itself, so that the memory of the process is that of the program.
+SIGTERM stops it cleanly. This module imports as little as possible itself, so that the memory of the process is that of
+the program.
 
 python -m bench.practice_program PROGRAM RUN SETTINGS     RUN and SETTINGS are JSON
 """
 
 import os
+import signal
 import sys
 import threading
 from typing import get_type_hints
@@ -27,7 +29,9 @@ def main(name: str, run: str, settings: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     told = msgspec.json.decode(run, type=Run), msgspec.json.decode(settings, type=settings_class)
-    function(*told, ProgramMetrics(), threading.Event())
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    function(*told, ProgramMetrics(), stop)
 
 
 def _end_with_parent() -> None:

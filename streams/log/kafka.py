@@ -58,6 +58,7 @@ logger = structlog.get_logger()
 _SETTLE_SECONDS = 3.0
 _OFFSETS_SECONDS = 1.0
 "Limit of a first ListOffsets request; each further try waits twice as long, so that a busy broker is heard too."
+_CONNECT_SECONDS = 1.0
 _TRANSACTION_SECONDS = 60.0
 "transaction.timeout.ms: after this the coordinator aborts a transaction whose producer is silent"
 _POLL_BYTES_MAX = 16 * 1024 * 1024
@@ -415,6 +416,7 @@ class KafkaLog:
     def _open_producer(self) -> Producer:
         if self._producer is None:
             self._producer = Producer(_producer_settings(self.connection, self._refusals))
+            _await_connection(self._producer)
         return self._producer
 
     def _on_delivery(self, error: KafkaError | None, message: Message) -> None:
@@ -535,6 +537,7 @@ class KafkaReader:
         # a position that is no longer on the broker means events that nobody will read: that must not pass unnoticed
         keeps_everything = all(not _forgets(topic) for topic in topics)
         self._consumer = Consumer(settings | {"auto.offset.reset": "error" if keeps_everything else "earliest"})
+        _await_connection(self._consumer)
         self._next: dict[tuple[str, int], int] = {}
         self._ends_seen: dict[tuple[str, int], int] = {}
         self._starts: dict[tuple[str, int], int] = {}
@@ -796,6 +799,7 @@ class KafkaTransactor:
             self._connection
         ).require_known()  # else a wrong password would be tried for as long as the next call waits
         producer = Producer(self._settings())
+        _await_connection(producer)
         try:
             producer.init_transactions(_TRANSACTION_SECONDS)
         except KafkaException as error:
@@ -934,6 +938,14 @@ def prefixes_of(topics: Iterable[str]) -> list[str]:
     first = TOPICS[0].name
     prefixes = {name[: -len(first)] for name in names if name.endswith(first)}
     return sorted(prefix for prefix in prefixes if all(prefix + topic.name in names for topic in TOPICS))
+
+
+def _await_connection(client: Producer | Consumer) -> None:
+    """Waits for the first connection of a new client, for a second at most. What follows reports a broker that is away."""
+    # Without a connection librdkafka asks for leaders again after 1 s and for a producer id after 0.5 s, by timers. About
+    # every second new client met such a timer, and each start of a program makes several clients.
+    with suppress(KafkaException):
+        client.list_topics(timeout=_CONNECT_SECONDS)
 
 
 def _request[Result](connection: Connection, question: Callable[[], Result], doing: str) -> Result:
