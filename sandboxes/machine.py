@@ -26,9 +26,8 @@ def require_installed(packages: Mapping[str, str]) -> None:
 
 def can_confine_signals() -> bool:
     """Whether a process can give up the right to signal others of its own user: Landlock, from Linux 6.12 on."""
-    return ctypes.CDLL(None).syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION) >= (
-        LANDLOCK_VERSION_WITH_SIGNALS
-    )
+    version: int = ctypes.CDLL(None).syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
+    return version >= LANDLOCK_VERSION_WITH_SIGNALS
 
 
 class NoUidsLeft(SandboxUnavailable):
