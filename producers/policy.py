@@ -36,6 +36,11 @@ class PolicyFailed(Exception):
     """No server could sample the turn. The rollout ends by infra_error and is retried; the agent is not at fault."""
 
 
+class RequestRefused(PolicyFailed):
+    """A server that answers others refuses this request as it is: its context is too long, say. After the first turn the
+    context is what the agent made of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """Everything a policy needs to produce the next turn."""
@@ -141,6 +146,7 @@ class _Servers:
         self._timeout_seconds = timeout_seconds
         self._patience_seconds = patience_seconds
         self._session: aiohttp.ClientSession | None = None
+        self._has_answered = False
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -178,6 +184,7 @@ class _Servers:
                     self._back_off(server)
                 else:
                     server.failures, server.resting_until = 0, 0.0
+                    self._has_answered = True
                     server.version = turn.versions[-1].version if turn.versions else None
                     return turn
             # A server may be loading weights, or the reloader may not have verified it yet: both pass.
@@ -206,7 +213,9 @@ class _Servers:
                 # Read whole before anything is used: a response that breaks off raises ClientError.
                 answer = await response.read()
                 if response.status in _HOPELESS:
-                    raise PolicyFailed(f"{server.url}: {_complaint(response.status, answer)}")
+                    # Before the first answer the setup may be wrong, such as the name of the model.
+                    kind = RequestRefused if self._has_answered else PolicyFailed
+                    raise kind(f"{server.url}: {_complaint(response.status, answer)}")
                 if response.status != 200:
                     raise _ServerFailed(_complaint(response.status, answer))
                 return answer

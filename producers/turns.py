@@ -20,7 +20,7 @@ from replayground.producers.cancellation import CancelHandle
 from replayground.producers.chat import Chat
 from replayground.producers.ensemble import Ensemble, Policies
 from replayground.producers.participant import AgentStopped, KeepBlob, Rollout
-from replayground.producers.policy import Policy, PolicyFailed
+from replayground.producers.policy import Policy, PolicyFailed, RequestRefused
 from replayground.producers.topology import AgentCatalog
 from replayground.sandboxes.protocol import SandboxFailed
 from replayground.sandboxes.tools.tool import Tool
@@ -136,7 +136,9 @@ async def _run_agents(rollout: Rollout, ensemble: Ensemble, cancel_handle: Cance
         ended_by: EndedBy = "deadline" if rollout.turns_sampled else "infra_error"
         return _Ending(ended_by, reason=f"not done after {seconds_left:.1f} s")
     except PolicyFailed as error:
-        return _Ending("infra_error", reason=f"policy: {error}")
+        # Else an agent whose context may grow beyond what the server takes could have its bad attempts repeated.
+        is_agents = isinstance(error, RequestRefused) and rollout.turns_sampled > 0
+        return _Ending("agent_error" if is_agents else "infra_error", reason=f"policy: {error}")
     except SandboxFailed as error:
         return _Ending("infra_error", reason=f"sandbox: {error}")
     # Not an error of the rollout: without the log nothing can be recorded, and the worker must end.

@@ -1,6 +1,7 @@
 """Checks and constants of this machine that the backends and the jail of outside tools share."""
 
 import contextlib
+import ctypes
 import os
 import shutil
 import socket
@@ -12,6 +13,8 @@ SYSTEM_PATH = "/usr/bin:/bin:/usr/sbin:/sbin"
 "where system programs are looked up, independent of PATH"
 DEVICES = ("null", "zero", "full", "random", "urandom")
 "the only devices below /dev that untrusted code can open"
+LANDLOCK_CREATE_RULESET, LANDLOCK_CREATE_RULESET_VERSION = 444, 1
+LANDLOCK_VERSION_WITH_SIGNALS = 6
 
 
 def require_installed(packages: Mapping[str, str]) -> None:
@@ -19,6 +22,12 @@ def require_installed(packages: Mapping[str, str]) -> None:
     for program, package in packages.items():
         if shutil.which(program, path=SYSTEM_PATH) is None:
             raise SandboxUnavailable(f"{package} is not installed: apt-get install {package}")
+
+
+def can_confine_signals() -> bool:
+    """Whether a process can give up the right to signal others of its own user: Landlock, from Linux 6.12 on."""
+    version: int = ctypes.CDLL(None).syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
+    return version >= LANDLOCK_VERSION_WITH_SIGNALS
 
 
 class NoUidsLeft(SandboxUnavailable):

@@ -14,6 +14,7 @@ system calls that a newer kernel adds. Refused on purpose, and why:
   POSIX locks stay, which SQLite needs, and are cut off by a mount of /usr for each sandbox (launcher.py).
 * fadvise64, readahead, mincore, preadv2 and pwritev2 with flags: these drop, load or probe pages of the host's cache.
 * socket other than AF_UNIX, bpf, perf_event_open, userfaultfd, io_uring, splice: attack surface that no tool needs.
+* landlock_add_rule: the runner scopes signals by a ruleset without rules; nothing else of Landlock is needed.
 * TIOCSTI and TIOCLINUX: typing into someone else's terminal.
 
 Not covered: kernel bugs that an allowed call can reach. Use gVisor or a virtual machine against those.
@@ -85,6 +86,7 @@ signalfd4:289:74 eventfd2:290:19 epoll_create1:291:20 dup3:292:24 pipe2:293:59 p
 pwritev:296:70 recvmmsg:299:243 sendmmsg:307:269 getcpu:309:168 getrandom:318:278 execveat:322:281
 copy_file_range:326:285 membarrier:324:283 statx:332:291 rseq:334:293 renameat2:316:276
 pidfd_open:434:434 close_range:436:436 openat2:437:437 faccessat2:439:439 epoll_pwait2:441:441 futex_waitv:449:449
+landlock_create_ruleset:444:444 landlock_restrict_self:446:446
 """
 
 # By these, code that sees the same files could tell each other something. Allowed where no agent's code runs: servers of

@@ -16,12 +16,15 @@ Not covered:
 * Without root there is no inode limit, and /work and /tmp get half of the disk limit each. /usr and the devices have
   the host's own inodes then: a POSIX lock on them is seen in the other sandboxes while it is held. The path of the
   libraries is in /proc/self/mountinfo.
+* Where several agents share a sandbox, they share its files and its limits: one can fill the disk or use up the memory
+  of all. Before Linux 6.12 (reported in `isolation_notes`) they can end each other's processes, too.
 * Files of /usr share the host's page cache: how long a read takes tells whether somebody has read there before.
 * The tools of a lease share one process with the agent's Python code, which can therefore forge their results *for
   itself*. Nothing that decides a reward may depend on what a tool process returns.
 * /usr is the host's: an agent sees which programs are installed. A kernel bug is a way out.
 """
 
+import logging
 import os
 import socket
 from collections.abc import Mapping
@@ -42,8 +45,10 @@ from replayground.sandboxes.backends.enclosed import (
 from replayground.sandboxes.backends.launcher import DISK_MOUNT_POINT, RUNNER_FD, SECCOMP_FD
 from replayground.sandboxes.backends.processes import Launch, Launcher
 from replayground.sandboxes.limits import MEBIBYTE, Limits, Totals
-from replayground.sandboxes.machine import DEVICES
+from replayground.sandboxes.machine import DEVICES, can_confine_signals
 from replayground.sandboxes.tools.tool import Tool
+
+logger = logging.getLogger(__name__)
 
 
 class BubblewrapBackend(EnclosedBackend):
@@ -70,6 +75,10 @@ class BubblewrapBackend(EnclosedBackend):
         super().__init__(tools, limits, leases_per_sandbox_max, libraries, cgroups, totals)
         self.first_uid = first_uid
         self._seccomp_program = seccomp.filter_program()
+        if not can_confine_signals():
+            note = "agents that share a sandbox can end each other's processes: this kernel cannot confine signals"
+            self.isolation_notes += (f"{note} (Landlock of Linux 6.12)",)
+            logger.warning("signals_not_confined", extra={"reason": self.isolation_notes[-1]})
 
     async def start(
         self, launcher: Launcher, slot: int, bundle: Bundle, connection: socket.socket, complaints: BinaryIO

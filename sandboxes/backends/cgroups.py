@@ -29,8 +29,9 @@ from replayground.sandboxes.protocol import SandboxFailed
 CONTROLLERS = ("memory", "pids", "cpu")
 PREFIX = "replayground"
 PARENT = f"{PREFIX}-sandboxes"
-# The names that `Cgroup` gives.
+# The names that `Cgroup` gives, and all names that have an owner.
 GROUPS = f"{PREFIX}-{'?' * 16}-{'?' * 8}"
+OWNED_GROUPS = f"{PREFIX}-{'?' * 16}-*"
 # Below this part of its own limit a killed sandbox did not reach it: the kernel charges pages in batches.
 OWN_LIMIT_REACHED = 0.97
 PERIOD_MICROSECONDS = 100_000
@@ -116,6 +117,20 @@ class ParentGroup:
             self.make()
         with contextlib.suppress(ProcessLookupError):
             (self.root.reads / "cgroup.procs").write_text(str(pid))
+
+    def make_witness_group(self, pid: int) -> Path | None:
+        """Moves the process into a group of its own, with the share of the CPU that a sandbox has. None when that fails:
+        then it shares the CPU with the processes of the worker."""
+        # Not named like the group of a sandbox, among which memory is divided.
+        group = folder_of(self.root, "cpu.stat") / f"{group_prefix(os.getpid())}witness-{pid}"
+        try:
+            group.mkdir()
+            (group / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+            return None
+        return group
 
     def used_memory_bytes(self) -> int:
         """Memory that cannot be taken back: of processes, and of files in memory. Not the cache of files on disk."""
@@ -419,7 +434,7 @@ def descendants(pid: int) -> set[int]:
 
 def remove_orphans(home: Path) -> None:
     """Remove the groups of dead owners. A group that still holds a process is left in place."""
-    left = list(home.glob(GROUPS))
+    left = list(home.glob(OWNED_GROUPS))
     if not left:
         return
     owners = tuple(group_prefix(int(name)) for name in os.listdir("/proc") if name.isdecimal())

@@ -17,7 +17,7 @@ import marshal
 import struct
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -42,6 +42,9 @@ SENTENCE_BYTES_MAX = 1 << 20
 START_TIMEOUT_SECONDS = 60.0
 # Added to the time of a call, so that the timeout of the runner, which keeps the sandbox, comes first.
 GRACE_SECONDS = 5.0
+# A timer that fires later than this was held up: the response may be here, unread.
+LATE_SECONDS_MIN = 0.1
+LATE_READING_SECONDS = 1.0
 KEYS_REMEMBERED_MAX = 64
 # As in Linux. The runner would refuse a longer path as well, and repeat it in what it says.
 PATH_BYTES_MAX = 4096
@@ -71,6 +74,10 @@ class Enclosure(Protocol):
 
     async def was_killed_from_outside(self) -> bool:
         """Whether there is evidence that a signal from outside ended it. Waits a moment for its end."""
+        ...
+
+    def was_starved(self, last_seconds: float) -> bool:
+        """Whether there is evidence that the host let no sandbox run for most of this time, whatever its agent did."""
         ...
 
     async def end(self) -> None:
@@ -226,7 +233,7 @@ class RunnerSandbox:
             if self._closed:
                 raise SandboxFailed(f"{self.sandbox_id} is closed")
             try:
-                async with asyncio.timeout(timeout_seconds):
+                async with reading_timeout(timeout_seconds):
                     return await self._exchange(header, body)
             except (OSError, EOFError, TimeoutError, ValueError) as error:
                 self._ended_by_agent = await self._blame(error)
@@ -250,8 +257,9 @@ class RunnerSandbox:
         # First: the kernel ends a process that used up the memory by a signal as well.
         if (excess := self.enclosure.used_up()) is not None:
             return excess
+        # Every timeout ends with GRACE_SECONDS in which a runner that gets any CPU time answers.
         if isinstance(error, TimeoutError):
-            return "it did not answer in time"
+            return None if self.enclosure.was_starved(GRACE_SECONDS) else "it did not answer in time"
         return None if await self.enclosure.was_killed_from_outside() else "it ended"
 
     async def _exchange(self, header: dict[str, Any], body: bytes) -> RunnerResponse:
@@ -272,6 +280,24 @@ class RunnerSandbox:
         self._results[key] = result
         for oldest in list(itertools.islice(self._results, max(0, len(self._results) - KEYS_REMEMBERED_MAX))):
             del self._results[oldest]
+
+
+@contextlib.asynccontextmanager
+async def reading_timeout(seconds: float) -> AsyncIterator[None]:
+    """As asyncio.timeout. But when this program itself could not run at that time, it first reads what has come."""
+    loop = asyncio.get_running_loop()
+    due = loop.time() + seconds
+
+    def expire() -> None:
+        now = loop.time()
+        limit.reschedule(now + LATE_READING_SECONDS if now - due > LATE_SECONDS_MIN else now)
+
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_at(due, expire)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 def explain(answer: RunnerResponse, excess: str | None) -> RunnerResponse:

@@ -26,6 +26,7 @@ from replayground.sandboxes.backends.cgroups import (
 )
 from replayground.sandboxes.backends.channel import RunnerSandbox
 from replayground.sandboxes.backends.processes import Launcher, Process
+from replayground.sandboxes.backends.witness import Witness
 from replayground.sandboxes.limits import Limits, Totals
 from replayground.sandboxes.machine import require_installed
 from replayground.sandboxes.protocol import SandboxFailed, SandboxUnavailable
@@ -37,6 +38,8 @@ CLEAN_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/work", "TMPDIR": "/tmp",
 LIBRARIES = "/opt/libraries"
 # How long a process whose runner has gone may take to end.
 LAST_MOMENT_SECONDS = 2.0
+# The part of a time for which the witness must have been silent to show that the host kept sandboxes from running.
+STARVED_SHARE = 0.5
 
 
 class EnclosedBackend(abc.ABC):
@@ -70,6 +73,7 @@ class EnclosedBackend(abc.ABC):
         self.isolation_notes: tuple[str, ...] = ()
         """Protections that this machine does not offer, one sentence each."""
         self._launcher: Launcher | None = None
+        self._witness: Witness | None = None
         self._bundles: dict[bool, asyncio.Task[Bundle]] = {}
         self._home = self._find_cgroup_root() if cgroups else None
         self.parent = self._make_parent(totals or Totals()) if self._home is not None else None
@@ -106,6 +110,9 @@ class EnclosedBackend(abc.ABC):
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
+        if self._witness is not None:
+            self._witness.close()
+            self._witness = None
         if self.parent is not None:
             self.parent.remove()
 
@@ -142,6 +149,7 @@ class EnclosedBackend(abc.ABC):
         # A launcher that was killed took its sandboxes along; the backend itself goes on with a new one.
         if self._launcher is None or self._launcher.is_gone:
             self._launcher = Launcher()
+        witness = self._running_witness()
         # Made first: without it nothing is started that would then run unlimited.
         cgroup = self._new_cgroup()
         try:
@@ -150,7 +158,20 @@ class EnclosedBackend(abc.ABC):
             if cgroup is not None:
                 cgroup.remove()
             raise
-        return EnclosedProcesses(started, cgroup)
+        return EnclosedProcesses(started, cgroup, witness)
+
+    def _running_witness(self) -> Witness | None:
+        """One for the backend; another one when it was killed. None when none can be started: then nothing shows that
+        the host was busy, and a silent runner is blamed on its agent."""
+        if self._witness is None or not self._witness.is_running:
+            if self._witness is not None:
+                self._witness.close()
+            try:
+                self._witness = Witness(self.parent)
+            except OSError as error:
+                logger.warning("witness_not_started", extra={"reason": str(error)})
+                self._witness = None
+        return self._witness
 
     def _new_cgroup(self) -> Cgroup | None:
         try:
@@ -207,9 +228,10 @@ class StartedProcess:
 class EnclosedProcesses:
     """All processes of one sandbox, and their cgroup if there is one."""
 
-    def __init__(self, started: StartedProcess, cgroup: Cgroup | None) -> None:
+    def __init__(self, started: StartedProcess, cgroup: Cgroup | None, witness: Witness | None = None) -> None:
         self.process = started.process
         self.cgroup = cgroup
+        self._witness = witness
         self._folder = started.folder
         self._last_excess: str | None = None
 
@@ -234,6 +256,11 @@ class EnclosedProcesses:
         # The agent's processes see neither the launcher nor bwrap or runsc, and pid 1 takes no SIGKILL from inside. So
         # a signal that ended them was sent from outside. The runner itself only ever exits with a code below 128.
         return code is None or code < 0 or code == 128 + signal.SIGKILL
+
+    def was_starved(self, last_seconds: float) -> bool:
+        """As in the protocol."""
+        silent = self._witness.silent_seconds(last_seconds) if self._witness is not None else 0.0
+        return silent >= STARVED_SHARE * last_seconds
 
     async def adopt(self) -> None:
         """Move the processes that are not yet in the cgroup into it."""

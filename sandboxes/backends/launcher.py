@@ -12,6 +12,7 @@ When the worker ends, this process ends, and every bwrap with it (--die-with-par
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import resource
@@ -118,8 +119,9 @@ def launch(request: dict[str, Any], descriptors: list[int]) -> tuple[int, int]:
 
 def place(descriptors: list[int]) -> None:
     """Move the descriptors to their numbers: connection, complaints, runner, seccomp program. Closes all others."""
-    # First to high numbers: a descriptor may have arrived with a number that another one is moved to.
-    high = [os.dup2(descriptor, 100 + number) for number, descriptor in enumerate(descriptors)]
+    # First to free numbers above all that are named here: a descriptor may have arrived with a number that another one
+    # is moved to. Free ones: with many sandboxes open they arrive with high numbers themselves.
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, SECCOMP_FD + 1) for descriptor in descriptors]
     # The connection is input only: as output, gVisor would end it when the runner closes its descriptor 1.
     wanted = {0: CONNECTION, 1: COMPLAINTS, 2: COMPLAINTS, RUNNER_FD: RUNNER, SECCOMP_FD: SECCOMP}
     placed = {number: which for number, which in wanted.items() if which < len(high)}

@@ -7,8 +7,9 @@ descriptor of the runner. The runner never parses what a tool process returns: i
 
 A frame to a tool process has a number and a random tag, which the response must repeat, and nothing else may be in the
 socket: what agent code writes there itself ends the session, and is never taken for the response to a later call.
-Why one agent cannot forge what another sees: in a session with a name nobody else can open the memory of the process,
-since it is not dumpable, and all processes of the other sessions are stopped while a call runs in it.
+Why one agent cannot forge what another sees, nor end what another runs: in a session with a name nobody else can open
+the memory of the process, since it is not dumpable; all processes of the other sessions are stopped while a call runs in
+it; and no process of a session can signal or trace one outside of it (Landlock; in gVisor by another uid).
 
 Why agent code cannot reach the runner: pid 1 takes no signal from its own namespace unless it has a handler, so it has
 none; it is not dumpable, so /proc/1/{mem,environ,root,fd} belong to root; seccomp refuses ptrace and prlimit of others.
@@ -64,6 +65,9 @@ SESSION_USER = 65534
 # Above the numbers that a tool process keeps, which closes all up to this one.
 HOST_SOCKET = 100
 PR_SET_DUMPABLE = 4
+# The same numbers on every architecture. The ruleset handles no files and no ports; it only scopes signals.
+LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
+LANDLOCK_SCOPE_SIGNAL = 1 << 1
 EINVAL = 22
 # How long no request must have come before the runner uses the time for chores.
 QUIET_MILLISECONDS = 20
@@ -142,6 +146,19 @@ def set_dumpable(dumpable: bool) -> None:
     prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]  # None: this program
     if _ctypes.call_function(prctl, (PR_SET_DUMPABLE, int(dumpable), 0, 0, 0)) != 0:
         raise OSError("prctl(PR_SET_DUMPABLE) was refused")
+
+
+def confine_signals() -> None:
+    """From here on this process and its children can signal and trace only each other. Does nothing where the kernel
+    cannot do that: before Linux 6.12, which the host reports (`isolation_notes`), and in gVisor, where uids do it."""
+    system_call = _ctypes.dlsym(_ctypes.dlopen(None, 0), "syscall")  # type: ignore[arg-type]  # None: this program
+    ruleset = struct.pack("QQQ", 0, 0, LANDLOCK_SCOPE_SIGNAL)
+    descriptor = _ctypes.call_function(system_call, (LANDLOCK_CREATE_RULESET, ruleset, len(ruleset), 0))
+    if descriptor < 0:
+        return
+    if _ctypes.call_function(system_call, (LANDLOCK_RESTRICT_SELF, descriptor, 0)) != 0:
+        raise OSError("landlock_restrict_self was refused")
+    os.close(descriptor)
 
 
 def line_writer(descriptor: int) -> io.TextIOWrapper:
@@ -603,6 +620,7 @@ def become_tool_process(connection: int, limits: dict[str, Any], number: int) ->
     if number:
         # In bubblewrap all agents have one uid: otherwise the code of another one could write to /proc/PID/mem.
         set_dumpable(False)
+        confine_signals()
     hard_limits = (
         (resource.RLIMIT_CPU, limits["cpu_seconds"]),
         (resource.RLIMIT_AS, limits["memory_bytes_max"]),

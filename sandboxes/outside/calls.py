@@ -11,6 +11,7 @@ from replayground.sandboxes.outside.contract import (
     OutsideFailed,
     OutsideTool,
     Provider,
+    RateLimited,
     RolloutHandle,
     ToolFailed,
     ToolOutput,
@@ -78,6 +79,10 @@ class OutsideCalls:
             return result(f"error: {error}", "agent")
         except ToolFailed as error:
             return result(f"error: {error}", "tool")
+        # Logged: when nobody but the operator can do something about it, only the log says so.
+        except RateLimited as error:
+            logger.warning("tool_rate_limited", extra={"tool": tool.name, "reason": str(error)})
+            return result(f"error: too many requests: {error}. Try again later", "tool")
         except TimeoutError:
             return result(f"error: {tool.name} did not answer within {self._seconds(tool):g} s", "tool")
         # Includes OutsideFailed.

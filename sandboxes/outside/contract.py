@@ -10,6 +10,8 @@ opened at the rollout's first call and closed with the rollout. Nothing here blo
   (`prove_health`) and opens another session. If that fails too, the rollout ends by infra_error, as after the failure
   of a sandbox. If it succeeds, the call was at fault: a tool error. Otherwise an agent that knows a call which a
   provider fails at could have its bad attempts repeated whenever it likes.
+* `RateLimited` (429) is a tool error, at a call and at that proof: agents can use up a limit of requests, alone or
+  together, and a server that counts them is well.
 """
 
 import functools
@@ -27,6 +29,10 @@ from replayground.sandboxes.worlds.world import World
 
 class OutsideFailed(SandboxFailed):
     """The server or process behind the tool failed, not the agent: it died, refused the request, or did not answer."""
+
+
+class RateLimited(OutsideFailed):
+    """The server is well and refuses more requests for now (429)."""
 
 
 class ToolFailed(Exception):

@@ -5,7 +5,8 @@ The tools change nothing, so a request that failed is repeated a few times.
 
 Status codes about the request (400, 413, 415, 422) are agent errors, since the agent chose the file. After any other
 failure (a wrong key, an unknown model, a server that is down) the server is asked about a file of our own: it is an
-infra error if that fails too, and otherwise the agent's file or question was at fault.
+infra error if that fails too, and otherwise the agent's file or question was at fault. A server that has had too many
+requests (429) is a tool error.
 
 Not covered: what the endpoint does with the file. The file leaves this machine if the endpoint is elsewhere.
 """
@@ -25,6 +26,7 @@ from replayground.sandboxes.outside.contract import (
     MethodSession,
     OutsideFailed,
     OutsideTool,
+    RateLimited,
     RolloutHandle,
     ToolFailed,
     ToolOutput,
@@ -89,7 +91,8 @@ class ModelEndpoint:
         if response.status_code in REFUSED_AS_ASKED:
             raise ToolError(f"the model refused this: {complaint_in(response)}")
         if not response.is_success:
-            raise OutsideFailed(f"{path} answered {response.status_code}: {complaint_in(response)}")
+            kind = RateLimited if response.status_code == httpx.codes.TOO_MANY_REQUESTS else OutsideFailed
+            raise kind(f"{path} answered {response.status_code}: {complaint_in(response)}")
         try:
             return msgspec.json.decode(response.content, type=dict[str, Any])
         except msgspec.DecodeError as error:

@@ -7,7 +7,8 @@ when a check takes too long (schema_check.py). Of what a server writes to stderr
 
 * `isError` is an agent error: the protocol means it for the model to read and correct.
 * A protocol error is an agent error if it is about the arguments (INVALID_PARAMS), otherwise a tool error.
-* A server that dies, cannot be reached or does not become ready is an infra error.
+* A server that dies, cannot be reached or does not become ready is an infra error; one that has had too many requests
+  (429) is a tool error.
 
 Not covered: requests of a server to its client (sampling, elicitation, roots) are refused; tools that come and go while
 the program runs; a stdio server that writes an endless line is bounded only by the memory of this program; with
@@ -32,7 +33,14 @@ from mcp.client.streamable_http import streamable_http_client
 from replayground.sandboxes import seccomp
 from replayground.sandboxes.outside.complaints import Complaints
 from replayground.sandboxes.outside.config import MEBIBYTE, McpSettings
-from replayground.sandboxes.outside.contract import OutsideFailed, OutsideTool, RolloutHandle, ToolFailed, ToolOutput
+from replayground.sandboxes.outside.contract import (
+    OutsideFailed,
+    OutsideTool,
+    RateLimited,
+    RolloutHandle,
+    ToolFailed,
+    ToolOutput,
+)
 from replayground.sandboxes.outside.jail import Jail
 from replayground.sandboxes.outside.schema_process import SchemaProcess
 from replayground.sandboxes.protocol import Arguments, Blob
@@ -136,6 +144,8 @@ class McpSession:
         self._ending = asyncio.Event()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
+        self._last_status = 0
+        """The status code of the last HTTP response; the client library tells only that a request failed."""
 
     async def start(self) -> None:
         """Wait until the server is initialised. Raises OutsideFailed."""
@@ -191,6 +201,9 @@ class McpSession:
             return ToolError(str(error))
         return ToolFailed(str(error))
 
+    async def _note_status(self, response: httpx2.Response) -> None:
+        self._last_status = response.status_code
+
     async def _live(self) -> None:
         with contextlib.closing(Complaints()) as complaints:
             try:
@@ -200,9 +213,8 @@ class McpSession:
                     await self._ending.wait()
             # The library raises many types, often in groups; all mean that there is no server.
             except Exception as error:
-                failure = OutsideFailed(
-                    f"the MCP server {self._server.name} failed: {describe_failure(error, complaints)}"
-                )
+                kind = RateLimited if self._last_status == httpx2.codes.TOO_MANY_REQUESTS else OutsideFailed
+                failure = kind(f"the MCP server {self._server.name} failed: {describe_failure(error, complaints)}")
                 if not self._ready.done():
                     self._ready.set_exception(failure)
                     # Marks it as retrieved: if the waiter was cancelled, asyncio would log it.
@@ -216,7 +228,9 @@ class McpSession:
             if self._settings.url is not None:
                 http = await held.enter_async_context(
                     # No HTTP timeout: the call has one, and a stream of events may be silent for long.
-                    httpx2.AsyncClient(headers=headers_of(self._settings), timeout=None)
+                    httpx2.AsyncClient(
+                        headers=headers_of(self._settings), timeout=None, event_hooks={"response": [self._note_status]}
+                    )
                 )
                 # Blobs arrive as base64 inside one event, with some JSON around them.
                 event_bytes_max = int(self._settings.blob_bytes_max * BASE64_OVERHEAD) + MEBIBYTE

@@ -24,6 +24,7 @@ from replayground.sandboxes.outside.contract import (
     MethodSession,
     OutsideFailed,
     OutsideTool,
+    RateLimited,
     RolloutHandle,
     ToolFailed,
     ToolOutput,
@@ -179,6 +180,8 @@ class Endpoint:
         parameters = question.parameters | {self._settings.query_parameter: question.query}
         try:
             async with self._client.stream("GET", question.endpoint, params=parameters) as response:
+                if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+                    raise RateLimited("the search endpoint answered 429")
                 if response.status_code != httpx.codes.OK:
                     raise OutsideFailed(f"the search endpoint answered {response.status_code}")
                 body = await read_bounded(response)

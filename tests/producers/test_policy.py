@@ -17,6 +17,7 @@ from replayground.producers.policy import (
     ChatTeacher,
     Demonstrator,
     PolicyFailed,
+    RequestRefused,
     ServedPolicy,
     TurnRequest,
     served_models,
@@ -186,6 +187,18 @@ async def test_a_request_that_no_server_will_take_is_asked_once() -> None:
         with pytest.raises(PolicyFailed, match="HTTP 400"):
             await served.next_turn(turn_request())
     assert len(asked_one) + len(asked_two) == 1
+
+
+async def test_a_server_that_answers_others_refuses_this_request() -> None:
+    """Told from a server that was never asked rightly: there the setup is wrong, and not the context."""
+    async with server(GOOD, lambda body: 400) as (url, _), policy(url) as served:
+        await served.next_turn(turn_request())
+        with pytest.raises(RequestRefused, match="HTTP 400"):
+            await served.next_turn(turn_request())
+    async with server(lambda body: 400) as (url, _), policy(url) as served:
+        with pytest.raises(PolicyFailed) as failed:
+            await served.next_turn(turn_request())
+    assert not isinstance(failed.value, RequestRefused)
 
 
 async def test_an_answer_that_broke_off_is_thrown_away_whole() -> None:

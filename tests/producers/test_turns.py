@@ -9,7 +9,7 @@ import pytest
 
 from replayground.producers.attempt import AttemptWriter, close_unplayed
 from replayground.producers.chat import ChatFormat
-from replayground.producers.policy import PolicyFailed, Turn, TurnRequest
+from replayground.producers.policy import PolicyFailed, RequestRefused, Turn, TurnRequest
 from replayground.producers.turns import play
 from replayground.sandboxes.backends.scripted import ScriptedBackend
 from replayground.sandboxes.pool import Pool
@@ -200,6 +200,13 @@ async def test_every_other_end() -> None:
     assert last(await played(Scripted(PolicyFailed("no server")))).ended_by == "infra_error"
     assert "no server" in (last(await played(Scripted(PolicyFailed("no server")))).reason or "")
     assert last(await played(Scripted(RuntimeError("a bug in a job")))).ended_by == "infra_error"
+
+
+async def test_a_context_that_the_server_refuses_is_the_agents_doing_after_its_first_turn() -> None:
+    refused = RequestRefused("HTTP 400: longer than the maximum model length")
+    assert last(await played(Scripted(refused))).ended_by == "infra_error", "the task itself may be too long"
+    assert last(await played(Scripted(PYTHON, refused))).ended_by == "agent_error"
+    assert last(await played(Scripted(PYTHON, PolicyFailed("no server")))).ended_by == "infra_error"
 
 
 async def test_a_failing_sandbox_is_nobodys_fault() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,44 @@ async def test_a_sandbox_that_is_killed_from_outside_is_still_an_infra_error(vic
         os.kill(outer if victim == "bwrap" else max(chain, key=depth_below(outer)), signal.SIGKILL)
         with pytest.raises(SandboxFailed):
             await under_way
+
+
+@pytest.mark.parametrize("is_busy_host", [True, False])
+async def test_a_silent_runner_is_its_agents_fault_unless_the_host_let_nothing_run(is_busy_host: bool) -> None:
+    """The runner is stopped from outside; on a busy host the witness beside it stands still as well."""
+    backend = BubblewrapBackend(SHIPPED, Limits(call_timeout_seconds=0.5), first_uid=316_300)
+    sandbox = await backend.open(0)
+    assert isinstance(sandbox.enclosure, EnclosedProcesses)
+    assert backend._witness is not None
+    assert (await sandbox.call("python", {"code": "1 + 1"}, "a")).content == "2"
+    outer = sandbox.enclosure.process.pid
+    runner = max(descendants(outer), key=depth_below(outer))
+    stopped = [runner, *([backend._witness.pid] if is_busy_host else [])]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        if is_busy_host:
+            with pytest.raises(SandboxFailed, match="did not answer in time"):
+                await sandbox.call("python", {"code": "2 + 2"}, "b")
+        else:
+            silent = await sandbox.call("python", {"code": "2 + 2"}, "b")
+            assert (silent.error_kind, "it did not answer in time" in silent.content) == ("agent", True)
+    finally:
+        # The runner is gone: a sandbox that does not answer is closed.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stopped[-1], signal.SIGCONT)
+        await sandbox.close()
+        backend.close()
+
+
+async def test_a_response_that_a_held_up_worker_reads_late_counts() -> None:
+    """The worker itself could not run while the response came, and its timer fires before it reads."""
+    async with opened(Limits(call_timeout_seconds=0.3), 316_400) as sandbox:
+        assert (await sandbox.call("python", {"code": "1 + 1"}, "a")).content == "2"
+        call = asyncio.create_task(sandbox.call("python", {"code": "import time; time.sleep(0.2); 2 + 2"}, "b"))
+        await asyncio.sleep(0.1)
+        time.sleep(6.0)  # noqa: ASYNC251  # longer than the time of the call and the grace after it
+        assert (await call).content == "4"
 
 
 def depth_below(outer: int) -> Any:

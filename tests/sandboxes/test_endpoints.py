@@ -43,10 +43,10 @@ class ModelServer:
 
     async def complete(self, request: web.Request) -> web.Response:
         self.requests += 1
-        if self.status != 200:
-            return web.json_response({"error": {"message": "not today", "type": "test"}}, status=self.status)
         if self.fails_at is not None and self.fails_at in await request.read():
             return web.Response(status=500)
+        if self.status != 200:
+            return web.json_response({"error": {"message": "not today", "type": "test"}}, status=self.status)
         body = await request.json()
         (message,) = body["messages"]
         assert (body["model"], message["role"], request.headers["Authorization"]) == ("eyes", "user", "Bearer s3cret")
@@ -171,7 +171,7 @@ async def test_a_refusal_of_the_request_is_the_agents_error(server: ModelServer,
     await endpoint.close()
 
 
-@pytest.mark.parametrize("status", [401, 404, 429, 500])
+@pytest.mark.parametrize("status", [401, 404, 500])
 async def test_a_server_that_fails_is_asked_again_and_is_an_infra_error(server: ModelServer, status: int) -> None:
     endpoint = vision(server)
     server.status = status
@@ -181,6 +181,24 @@ async def test_a_server_that_fails_is_asked_again_and_is_an_infra_error(server: 
         with pytest.raises(OutsideFailed, match=f"chat/completions answered {status}: not today"):
             await rollout.call("ask_image", path="red.png", question="?")
     assert server.requests == calls.ATTEMPTS_MAX + 1, "and once about a picture of our own"
+    await endpoint.close()
+
+
+async def test_requests_that_the_agent_used_up_are_a_tool_error(server: ModelServer) -> None:
+    """Else whoever asks often enough could have bad attempts repeated."""
+    endpoint = vision(server)
+    async with rollout_of(endpoint) as rollout:
+        await rollout.call("ask_image", path="red.png", question="?")
+        await rollout.sandboxes[0].put("red.png", picture())
+        server.status = 429
+        limited = await rollout.call("ask_image", path="red.png", question="?")
+        assert (limited.error_kind, "too many requests: " in limited.content) == ("tool", True), limited.content
+        # A call that fails otherwise, when the question of our own is refused because of the limit.
+        server.fails_at = b"the word that ends you"
+        failed = await rollout.call("ask_image", path="red.png", question="the word that ends you")
+        assert (failed.error_kind, "too many requests: " in failed.content) == ("tool", True), failed.content
+        server.status = 200
+        assert (await rollout.call("ask_image", path="red.png", question="?")).error_kind is None
     await endpoint.close()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from aiohttp import web
 
 from replayground.deploy.local.ports import choose_ports
 from replayground.sandboxes.outside import calls
@@ -24,7 +25,7 @@ from replayground.sandboxes.outside.mcp import McpServer
 from replayground.sandboxes.outside.schema_check import schema_complaint
 from replayground.sandboxes.outside.schema_process import SchemaProcess
 from replayground.sandboxes.tools.tool import ToolError
-from tests.sandboxes.outside_rollout import Rollout, rollout_of
+from tests.sandboxes.outside_rollout import Rollout, http_server, rollout_of
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 BY_STDIO = McpSettings(
@@ -184,6 +185,25 @@ async def test_an_http_server_that_dies_is_an_infra_error(monkeypatch: pytest.Mo
     with pytest.raises(OutsideFailed, match="the MCP server shop failed"):
         async with rollout_of(server) as rollout:
             await rollout.call("shop_add", a=1, b=1)
+    await server.close()
+
+
+async def test_an_http_server_that_has_had_too_many_requests_is_a_tool_error() -> None:
+    """Agents can use up its limit, so it must not end a rollout that would then be played again."""
+
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=429)
+
+    process = HttpServer()
+    await process.start()
+    server = McpServer("shop", McpSettings(url=f"http://127.0.0.1:{process.port}/mcp"))
+    await server.start()
+    await process.stop()
+    async with http_server({"/mcp": refuse}) as url:
+        server.settings = McpSettings(url=f"{url}/mcp")
+        async with rollout_of(server) as rollout:
+            limited = await rollout.call("shop_add", a=1, b=1)
+            assert (limited.error_kind, "too many requests: " in limited.content) == ("tool", True), limited.content
     await server.close()
 
 

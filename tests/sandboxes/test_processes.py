@@ -5,6 +5,7 @@ import contextlib
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import pytest
 from replayground.sandboxes.backends import lacking
 from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
 from replayground.sandboxes.backends.cgroups import descendants
-from replayground.sandboxes.backends.enclosed import EnclosedProcesses
+from replayground.sandboxes.backends.enclosed import CLEAN_ENVIRONMENT, EnclosedProcesses
+from replayground.sandboxes.backends.processes import Launch, Launcher
 from replayground.sandboxes.machine import claim_uids
 from replayground.sandboxes.protocol import SandboxFailed, SandboxUnavailable
 from replayground.sandboxes.tools.registry import SHIPPED
@@ -113,6 +115,65 @@ async def test_a_moment_without_descriptors_spoils_only_that_opening() -> None:
             os.close(descriptor)
     await (await backend.open(0)).close()
     backend.close()
+
+
+async def test_each_of_many_processes_gets_its_own_descriptors() -> None:
+    """The launcher keeps a pipe for each, so descriptors arrive there with any number, also one that others move to."""
+    launcher = Launcher()
+    launch = Launch(command=["/bin/sh", "-c", "read said; echo $said"], environment=CLEAN_ENVIRONMENT)
+    started = []
+    for _ in range(120):
+        ours, theirs = socket.socketpair()
+        complaints = os.memfd_create("complaints")
+        with theirs:
+            started.append((await launcher.start(launch, [theirs.fileno(), complaints]), ours, complaints))
+    for number, (_, ours, _) in enumerate(started):
+        ours.sendall(f"{number}\n".encode())
+    said = []
+    for process, ours, complaints in started:
+        await process.wait()
+        process.release()
+        ours.close()
+        said.append(os.pread(complaints, 100, 0).decode())
+        os.close(complaints)
+    launcher.close()
+    assert said == [f"{number}\n" for number in range(120)]
+
+
+async def test_a_witness_tells_when_nothing_could_run_and_ends_with_its_backend() -> None:
+    backend = BubblewrapBackend(SHIPPED, first_uid=309_750)
+    sandbox = await backend.open(0)
+    witness = backend._witness
+    assert witness is not None
+    groups = groups_of_witness(witness.pid)
+    assert witness.is_running
+    os.kill(witness.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        while witness.silent_seconds(60) < 0.6:
+            assert time.monotonic() - began < 60
+            await asyncio.sleep(0.05)
+    finally:
+        os.kill(witness.pid, signal.SIGCONT)
+    # What is over is remembered, and only what lies in the time that was asked for counts.
+    await asyncio.to_thread(wait_until, lambda: witness.silent_seconds(0.05) == 0.0)
+    assert witness.silent_seconds(60) >= 0.6
+    os.kill(witness.pid, signal.SIGKILL)
+    await asyncio.to_thread(wait_until, lambda: not witness.is_running)
+    assert witness.silent_seconds(60) == 0.0
+    again = await backend.open(1)
+    assert backend._witness is not witness
+    for each in (sandbox, again):
+        await each.close()
+    pid = backend._witness.pid if backend._witness is not None else 0
+    backend.close()
+    wait_until_gone({pid})
+    assert not any(group.exists() for group in groups)
+    assert groups_of_witness(pid) == []
+
+
+def groups_of_witness(pid: int) -> list[Path]:
+    return list(Path("/sys/fs/cgroup").glob(f"**/*witness-{pid}"))
 
 
 CLAIM = "from replayground.sandboxes.machine import claim_uids; print(claim_uids(77, 10, 3), flush=True); input()"

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from replayground.sandboxes.backends import lacking, open_backend
+from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.machine import can_confine_signals
 from replayground.sandboxes.protocol import Sandbox
 from replayground.sandboxes.tools.registry import SHIPPED
 from tests.sandboxes.conftest import LIMITS
@@ -80,7 +82,7 @@ async def test_names_are_those_of_one_agent(say: Say) -> None:
     assert await say("critic", "open('draft').read()") == "'files are shared'"
 
 
-async def test_nobody_reaches_the_memory_of_another_session(say: Say, shared: Sandbox) -> None:
+async def test_nobody_reaches_the_memory_of_another_session(say: Say) -> None:
     critic = await say("critic", "import os; os.getpid()")
     tried = f"""
 for name in ("mem", "fd/0", "fd/1", "fd/2", "fd/3"):
@@ -93,10 +95,6 @@ for name in ("mem", "fd/0", "fd/1", "fd/2", "fd/3"):
 """
     assert await say("writer", "import os\n" + tried) == ""
     assert await say("critic", "6 * 7") == "42"
-    if shared.isolation == "bubblewrap":
-        # The control: without a name of its own, a session is open to its own children.
-        own = await say("", "import os; os.getpid()")
-        assert await say("writer", f"open('/proc/{own}/mem', 'r+b').close()") == ""
 
 
 async def test_processes_of_others_stand_still_while_an_agent_is_at_work(say: Say) -> None:
@@ -125,3 +123,92 @@ async def test_one_agent_that_loses_its_session_costs_no_other_its_own(say: Say)
     assert "timed out" in await say("writer", "while True: pass")
     assert await say("critic", "kept") == "42"
     assert await say("writer", "1 + 1") == "2"
+
+
+LEFT_RUNNING = """
+import os, time
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    n = 0
+    while True:
+        n += 1
+        with open("beats~", "w") as file: file.write(str(n))
+        os.replace("beats~", "beats")
+        time.sleep(0.01)
+while not os.path.exists("beats"): time.sleep(0.01)
+print(os.getpid(), pid)"""
+BEATS = "import time\nfirst = int(open('beats').read()); time.sleep(0.5); int(open('beats').read()) - first"
+SIGNALS = """
+import ctypes, fcntl, os, platform, signal, socket, struct, time
+libc = ctypes.CDLL(None)
+tkill = (200, 130)[platform.machine() == "aarch64"]
+ways = {
+    "kill": lambda pid, number: libc.kill(pid, number),
+    "kill a group": lambda pid, number: libc.kill(-pid, number),
+    "tkill": lambda pid, number: libc.syscall(tkill, pid, number),
+    "tgkill": lambda pid, number: libc.tgkill(pid, pid, number),
+    "sigqueue": lambda pid, number: libc.sigqueue(pid, number, None),
+}
+for pid in PIDS:
+    for name, send in ways.items():
+        for number in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
+            if send(pid, number) == 0: print(name, "sent", number, "to", pid)
+    try: signal.pidfd_send_signal(os.pidfd_open(pid), signal.SIGKILL); print("pidfd_send_signal reached", pid)
+    except OSError: pass
+    try: open(f"/proc/{pid}/mem", "r+b").close(); print("opened the memory of", pid)
+    except OSError: pass
+    pair = socket.socketpair()
+    for request, value in ((0x8901, pid), (0x5452, 1)):  # FIOSETOWN, FIOASYNC: SIGIO, which ends a process
+        try: fcntl.ioctl(pair[0], request, struct.pack("i", value))
+        except OSError: pass
+    pair[1].send(b"x")
+try: os.kill(-1, signal.SIGKILL)
+except OSError: pass
+time.sleep(0.1)
+"""
+
+
+async def test_nobody_signals_the_processes_of_another_session(say: Say, shared: Sandbox) -> None:
+    """Neither its tool process nor what it left running, by no call that sends a signal, and not to wake them either."""
+    if shared.isolation == "bubblewrap" and not can_confine_signals():
+        pytest.skip("this kernel cannot confine signals")
+    await say("critic", "kept = 42")
+    session, left_running = (await say("critic", LEFT_RUNNING)).split()
+    attack = SIGNALS.replace("PIDS", f"({session}, {left_running})")
+    assert await say("writer", attack) == ""
+    assert await say("writer", BEATS) == "0"
+    assert await say("critic", "kept") == "42"
+    assert int(await say("critic", BEATS)) > 0
+
+
+async def test_an_agent_still_signals_its_own_processes(say: Say) -> None:
+    code = """
+import os, signal, time
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    time.sleep(600)
+os.kill(pid, signal.SIGKILL)
+os.waitpid(pid, 0)[1]"""
+    assert await say("writer", code) == "9"
+
+
+async def test_without_the_wall_an_agent_reaches_the_session_of_another() -> None:
+    """The control: the same attacks, where the runner leaves out those two lines."""
+    if reason := lacking("bubblewrap"):
+        pytest.skip(reason)
+    backend = BubblewrapBackend(SHIPPED, LIMITS, first_uid=317_100)
+    wall = "        set_dumpable(False)\n        confine_signals()\n"
+    assert wall in backend.runner_source
+    backend.runner_source = backend.runner_source.replace(wall, "        pass\n")
+    sandbox = await backend.open(0)
+    try:
+        victim = (await sandbox.call("python", {"code": "import os; os.getpid()"}, "a", "critic")).content
+        attack = {"code": SIGNALS.replace("PIDS", f"({victim},)")}
+        memory = {"code": f"open('/proc/{victim}/mem', 'r+b').close(); 'opened'"}
+        assert (await sandbox.call("python", memory, "m", "writer")).content == "'opened'"
+        assert "kill sent 9" in (await sandbox.call("python", attack, "b", "writer")).content
+        assert "the session ended" in (await sandbox.call("python", {"code": "1"}, "c", "critic")).content
+    finally:
+        await sandbox.close()
