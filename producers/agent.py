@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from msgspec import Struct, structs
 
-from replayground.producers.formats import FormatName, format_named
 from replayground.sandboxes.tools.tool import Tool
 from replayground.sandboxes.worlds.world import World
 from replayground.schemas.events import Sampling
+from replayground.schemas.formats import FormatName, format_named
 
 POLICY = "policy"
 "Name of the model that is being trained. It runs on the servers of [rollouts] servers."
@@ -51,7 +51,7 @@ class Agent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tools: tuple[str, ...] | None = None
     "names of its tools; left out = the task's toolset"
     format: FormatName = "hermes"
-    "tool-call format (producers/formats.py)"
+    "tool-call format (schemas/formats.py)"
     model: str = POLICY
     "the policy that is being trained, or the name of a model in [models]"
     teacher: str | None = None

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from replayground.producers.agent import POLICY, Agent, system_prompt
-from replayground.producers.formats import FinalAnswer, ToolCall
 from replayground.producers.participant import AgentMessage, AgentStopped, Participant, Rollout
 from replayground.producers.policy import Policy, PolicyFailed
 from replayground.producers.topology import ASK, HAND_OFF, AgentCatalog, HandOff, Loop, Parallel, Series, Team
 from replayground.sandboxes.tools.registry import toolset
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import Task
+from replayground.schemas.formats import FinalAnswer, ToolCall
 
 USER = "user"
 

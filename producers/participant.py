@@ -17,7 +17,6 @@ import structlog
 from replayground.producers.agent import Agent
 from replayground.producers.attempt import AttemptWriter
 from replayground.producers.chat import Chat, Extension, Message, Tools
-from replayground.producers.formats import FinalAnswer, Idle, Malformed, ParsedTurn, ToolCall, ToolFormat, format_named
 from replayground.producers.policy import Policy, Turn, TurnRequest
 from replayground.sandboxes.protocol import SandboxFailed
 from replayground.sandboxes.tools.schema import complaint
@@ -25,6 +24,7 @@ from replayground.sandboxes.tools.tool import Tool
 from replayground.sandboxes.workbench import Observation, Workbench
 from replayground.schemas.errors import LogUnavailable
 from replayground.schemas.events import AgentMessaged, EndedBy, Sampling, Task, ToolCalled, ToolObserved, TurnGenerated
+from replayground.schemas.formats import FinalAnswer, Idle, Malformed, ParsedTurn, ToolCall, ToolFormat, format_named
 from replayground.schemas.packed import pack_logprobs, pack_tokens
 
 logger = structlog.get_logger()

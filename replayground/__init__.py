@@ -1,6 +1,10 @@
 """The public API of Replayground, for jobs, examples and notebooks. Everything else in the distribution may change.
 
 Task, Score, scorer, TrajectoryAssembled    tasks, and how an attempt is scored
+ExactMatch, GaiaMatch, NumericTolerance     built-in scorers, to be given settings (docs/scorers.md), and
+RegexMatch, JsonMatch, TableMatch           the parts of two of them: Checkpoint, Risk
+Checkpoints, ProcessConstraints, Composite
+RiskPenalty, LengthPenalty, OverlongPenalty
 tool, Tool, ToolError, World, Table         tools of an agent, and the data in its sandbox
 Agent, Part, Example, Model                 agents and the models they use
 Series, Parallel, Loop, HandOff, Team       how agents work together
@@ -29,20 +33,44 @@ if TYPE_CHECKING:
     from replayground.schemas.events import Task, TrajectoryAssembled
     from replayground.schemas.job import Job, Score, Scorer, load_job
     from replayground.scoring import scorer
+    from replayground.streams.rules.scorers.checkpoints import Checkpoint, Checkpoints
+    from replayground.streams.rules.scorers.composite import Composite
+    from replayground.streams.rules.scorers.exact import ExactMatch
+    from replayground.streams.rules.scorers.gaia import GaiaMatch
+    from replayground.streams.rules.scorers.json_match import JsonMatch
+    from replayground.streams.rules.scorers.length import LengthPenalty, OverlongPenalty
+    from replayground.streams.rules.scorers.numeric import NumericTolerance
+    from replayground.streams.rules.scorers.process import ProcessConstraints
+    from replayground.streams.rules.scorers.regex import RegexMatch
+    from replayground.streams.rules.scorers.risk import Risk, RiskPenalty
+    from replayground.streams.rules.scorers.table import TableMatch
 
 __all__ = [
     "Agent",
     "BadInput",
+    "Checkpoint",
+    "Checkpoints",
+    "Composite",
+    "ExactMatch",
     "Example",
     "Field",
+    "GaiaMatch",
     "HandOff",
     "Job",
+    "JsonMatch",
+    "LengthPenalty",
     "Loop",
     "Model",
+    "NumericTolerance",
     "Observation",
+    "OverlongPenalty",
     "Parallel",
     "Part",
+    "ProcessConstraints",
+    "RegexMatch",
     "ReplaygroundError",
+    "Risk",
+    "RiskPenalty",
     "RunRecord",
     "Sandbox",
     "Score",
@@ -51,6 +79,7 @@ __all__ = [
     "SqlResult",
     "SubmissionResult",
     "Table",
+    "TableMatch",
     "Task",
     "Team",
     "Tool",
@@ -76,6 +105,17 @@ _NAMES_BY_MODULE = {
     "replayground.schemas.errors": ("BadInput", "ReplaygroundError"),
     "replayground.schemas.events": ("Task", "TrajectoryAssembled"),
     "replayground.schemas.job": ("Job", "Score", "Scorer", "load_job"),
+    "replayground.streams.rules.scorers.checkpoints": ("Checkpoint", "Checkpoints"),
+    "replayground.streams.rules.scorers.composite": ("Composite",),
+    "replayground.streams.rules.scorers.exact": ("ExactMatch",),
+    "replayground.streams.rules.scorers.gaia": ("GaiaMatch",),
+    "replayground.streams.rules.scorers.json_match": ("JsonMatch",),
+    "replayground.streams.rules.scorers.length": ("LengthPenalty", "OverlongPenalty"),
+    "replayground.streams.rules.scorers.numeric": ("NumericTolerance",),
+    "replayground.streams.rules.scorers.process": ("ProcessConstraints",),
+    "replayground.streams.rules.scorers.regex": ("RegexMatch",),
+    "replayground.streams.rules.scorers.risk": ("Risk", "RiskPenalty"),
+    "replayground.streams.rules.scorers.table": ("TableMatch",),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
@@ -49,14 +49,20 @@ class Score(Struct, frozen=True, kw_only=True):
     "whether the attempt passed; None = decided by the scorer's pass mark"
 
 
+Needs = Literal["trajectory", "stored_world", "sandbox"]
+"""What a scorer looks at: the trajectory alone, a stored state of the world besides, or the sandbox while it lives. The
+first gives the same score whenever it is asked, and a replay can run it."""
+
+
 class Scorer(Protocol):
     """Scores a trajectory. It should be pure: replay scores a trajectory again and expects the same result.
 
-    A scorer may also have `weight` (how much its score counts in the reward; 1) and `pass_mark` (the score from which
-    on an attempt has passed; 1, and None for a scorer that does not decide it, such as a penalty)."""
+    A scorer may also have `version` (a digest of its code and attributes), `weight` (how much its score counts in the
+    reward; 1), `pass_mark` (the score from which on an attempt has passed; 1, and None for a scorer that does not decide
+    it, such as a penalty) and `needs` (see Needs; a replay refuses a scorer that does not say)."""
 
-    name: str
-    version: str
+    @property
+    def name(self) -> str: ...
 
     def score(self, trajectory: TrajectoryAssembled) -> Score: ...
 
@@ -95,7 +101,7 @@ def load_job(module: str) -> Job:
         tasks=_with_start(tasks),
         system_prompt=getattr(loaded, "SYSTEM_PROMPT", ""),
         tools=_parts(loaded, "TOOLS", ("name", "parameters"), "functions with @tool"),
-        scorers=_parts(loaded, "SCORERS", ("name", "version", "score"), "objects with name, version and score()"),
+        scorers=_parts(loaded, "SCORERS", ("name", "score"), "objects with name and score()"),
         demonstrate=getattr(loaded, "demonstrate", None),
         texts=getattr(loaded, "texts", None),
         scaffold=_parts(loaded, "SCAFFOLD", (), "texts"),

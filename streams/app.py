@@ -30,6 +30,7 @@ from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.programs import ACCESS_BY_PROGRAM
 from replayground.schemas.run import Run
 from replayground.schemas.topics import PARTITIONS
+from replayground.streams.bounded_scoring import bounded
 from replayground.streams.config import StreamsSettings
 from replayground.streams.faust_fixes import IdempotentProducer, OrderedTableManager, StatefulConsumer
 from replayground.streams.hops.flow import hops
@@ -130,7 +131,9 @@ async def _serve(
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     state_folder(settings, run.worker).mkdir(parents=True, exist_ok=True)
     app = make_app(run, settings, log, failed)
-    for hop in hops(load_job(run.job.module).scorers, settings.advantage):
+    # The limit belongs here and not into the hop, which has no clock.
+    scorers = bounded(load_job(run.job.module).scorers, settings.scorer_seconds_max)
+    for hop in hops(scorers, settings.advantage):
         if hop.name in settings.hops:
             app.hop_processors.append(HopProcessor(app, hop, log.codec, run.run_id, settings, program_metrics))
     # Faust starts a new group at the beginning of the log, where other runs' events are. All sources get a position

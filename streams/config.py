@@ -20,6 +20,8 @@ class StreamsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "how long the broker waits for a dead worker before others take over"
     commit_seconds: float = 2.0
     "interval of commits: offsets and their states; a killed worker repeats at most this much"
+    scorer_seconds_max: float = 30.0
+    "how long a scorer of the job may take for one trajectory, which is excluded after that"
     rejects_share_max: float = 0.5
     "the worker stops with an alarm when more than this share of the last thousand messages was rejected"
 

@@ -1,40 +1,46 @@
-"""The built-in scorer, and the rule that decides what is scored and what is excluded."""
+"""Which scorers there are, what they say of themselves, and the rule that decides what is scored and what is excluded."""
 
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
+from replayground.schemas.code_digest import digest_of_object
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import TrajectoryAssembled
-from replayground.schemas.job import Score, Scorer
+from replayground.schemas.events import Task, TrajectoryAssembled
+from replayground.schemas.job import Needs, Score, Scorer
 from replayground.streams.rules.reward import PASS_MARK, SCORE_MAX, passes
+from replayground.streams.rules.scorers.built_in import BuiltInScorer
+from replayground.streams.rules.scorers.exact import ExactMatch
+from replayground.streams.rules.scorers.gaia import GaiaMatch
+from replayground.streams.rules.scorers.json_match import JsonMatch
+from replayground.streams.rules.scorers.numeric import NumericTolerance
+from replayground.streams.rules.scorers.regex import RegexMatch
+from replayground.streams.rules.scorers.table import TableMatch
 
-
-class ExactMatch:
-    """1 when the answer equals the reference, after stripping white space around both; else 0."""
-
-    name = "exact_match"
-    version = "1"
-
-    def score(self, trajectory: TrajectoryAssembled) -> Score:
-        reference = trajectory.task.reference
-        if reference is None:
-            return Score(score=0.0, excluded_because="the task has no reference answer")
-        answer = (trajectory.answer or "").strip()
-        # No answer never matches, not even an empty reference.
-        matches = trajectory.answer is not None and answer == reference.strip()
-        return Score(score=float(matches), evidence=f"answered {answer!r}")
-
-
-BUILT_IN: tuple[Scorer, ...] = (ExactMatch(),)
+BUILT_IN: tuple[Scorer, ...] = (
+    ExactMatch(),
+    GaiaMatch(),
+    NumericTolerance(),
+    RegexMatch(),
+    JsonMatch(),
+    TableMatch(),
+)
+"those that a task can name without any settings"
 
 
 def scorers_by_name(own: Iterable[Scorer]) -> Mapping[str, Scorer]:
-    """Built-in scorers and those of the job. Raises BadInput when two have the same name."""
-    scorers: dict[str, Scorer] = {scorer.name: scorer for scorer in BUILT_IN}
+    """Built-in scorers and those of the job. A job may have a built-in scorer with settings of its own in place of the
+    one without. Raises BadInput when two others have the same name, or when one has a wrong attribute."""
+    built_in: dict[str, Scorer] = {scorer.name: scorer for scorer in BUILT_IN}
+    scorers: dict[str, Scorer] = {}
     for scorer in own:
-        if scorer.name in scorers:
+        is_replaced = type(built_in.get(scorer.name)) is type(scorer)
+        if scorer.name in scorers or (scorer.name in built_in and not is_replaced):
             raise BadInput(f"two scorers are called {scorer.name}: rename the one of the job")
+        # Now, not when the first trajectory is scored: that would end the program.
+        if (problem := problem_of(scorer)) is not None:
+            raise BadInput(f"the scorer {scorer.name} cannot be used: {problem}")
         scorers[scorer.name] = scorer
-    return scorers
+    return built_in | scorers
 
 
 _REASON_CHARACTERS_MAX = 500
@@ -42,27 +48,72 @@ _REASON_CHARACTERS_MAX = 500
 
 def weight_of(scorer: Scorer) -> float:
     """How much its score counts in the reward. Raises TypeError, ValueError for what is no number."""
-    weight = float(getattr(scorer, "weight", 1.0))
-    if not abs(weight) <= SCORE_MAX:
-        raise ValueError(f"weight {weight} is not a number between -{SCORE_MAX:g} and {SCORE_MAX:g}")
-    return weight
+    return _number("weight", getattr(scorer, "weight", 1.0))
+
+
+def pass_mark_of(scorer: Scorer) -> float | None:
+    """The score from which on an attempt has passed; None when it does not decide that. Raises like weight_of."""
+    mark = getattr(scorer, "pass_mark", PASS_MARK)
+    return None if mark is None else _number("pass_mark", mark)
+
+
+def _number(name: str, value: object) -> float:
+    # bool is a number to Python; here it is a mistake. A numpy number is none of these classes, and has __float__.
+    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} {value!r} is not a number")
+    number = float(value)
+    # Not `>`: a comparison with NaN is False.
+    if not abs(number) <= SCORE_MAX:
+        raise ValueError(f"{name} {number} is not a number between -{SCORE_MAX:g} and {SCORE_MAX:g}")
+    return number
 
 
 def decision_of(scorer: Scorer, score: Score) -> bool | None:
     """Whether the attempt passed by this scorer: what the score itself says, else the scorer's pass mark."""
     if score.excluded_because is not None:
         return None
-    mark: float | None = getattr(scorer, "pass_mark", PASS_MARK)
-    return passes(score.score, mark) if score.passed is None else score.passed
+    return passes(score.score, pass_mark_of(scorer)) if score.passed is None else score.passed
+
+
+def version_of(scorer: Scorer) -> str:
+    """The version that it declares, else a digest of its code and attributes."""
+    declared = getattr(scorer, "version", None)
+    return digest_of_object(scorer) if declared is None else str(declared)
 
 
 def versions_of(scorers: Mapping[str, Scorer]) -> dict[str, str]:
-    return {name: str(scorer.version) for name, scorer in sorted(scorers.items())}
+    return {name: version_of(scorer) for name, scorer in sorted(scorers.items())}
+
+
+def needs_of(scorer: Scorer) -> Needs | None:
+    """What it looks at; None when it does not say. Raises ValueError."""
+    needs: Needs | None = getattr(scorer, "needs", None)
+    if needs is not None and needs not in get_args(Needs):
+        raise ValueError(f"needs {needs!r} is unknown: it is one of {', '.join(get_args(Needs))}")
+    return needs
+
+
+def problem_of(scorer: Scorer) -> str | None:
+    """What is wrong with the attributes of a scorer; None when nothing is."""
+    try:
+        weight_of(scorer)
+        pass_mark_of(scorer)
+        needs_of(scorer)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def problem_with_task(scorer: Scorer, task: Task) -> str | None:
+    """Why a built-in scorer could not score any attempt at this task, such as a reference that it cannot read; None when
+    it can, and for scorers of the job, which may do what they like."""
+    return scorer.problem(task) if isinstance(scorer, BuiltInScorer) else None
 
 
 def score_trajectory(trajectory: TrajectoryAssembled, name: str, scorers: Mapping[str, Scorer]) -> Score:
     """Scores a trajectory with the scorer of this name. Never raises: what cannot be scored is excluded with the
-    reason, since its group waits for a reward. Not covered: a scorer that never returns."""
+    reason, since its group waits for a reward. A scorer that never returns is for the program to interrupt
+    (streams.bounded_scoring)."""
     # An infrastructure error is no fault of the agent, and a cancelled member has nothing to score.
     if trajectory.ended_by in ("infra_error", "cancelled"):
         return Score(score=0.0, excluded_because=trajectory.ended_by, evidence=trajectory.reason or "")

@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from replayground.producers.formats import FinalAnswer, ToolCall, parse
 from replayground.sandboxes.worlds import perturbations
 from replayground.sandboxes.worlds.world import World, world_from_json
 from replayground.schemas.events import Task
+from replayground.schemas.formats import FinalAnswer, ToolCall, parse
 
 TURNS_MAX = 6
 type Player = Callable[[Task, list[tuple[str, str]], int], str]

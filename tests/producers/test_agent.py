@@ -1,10 +1,10 @@
 """Agents as data: prompts out of parts, in order, and figures of their own in place of the task's."""
 
 from replayground.producers.agent import Agent, Example, Part, only_agent, system_prompt
-from replayground.producers.formats import format_named
 from replayground.sandboxes.tools.registry import toolset
 from replayground.sandboxes.worlds.world import Table, World
 from replayground.schemas.events import Sampling
+from replayground.schemas.formats import format_named
 
 ROLE = Part(name="role", text="You keep the stock.")
 TOOLS = Part(name="tools", source="tools")

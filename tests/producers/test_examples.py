@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from replayground.producers.formats import FinalAnswer, ToolCall, parse
 from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
 from replayground.sandboxes.pool import Pool
 from replayground.sandboxes.tools.registry import toolset
 from replayground.sandboxes.workbench import Workbench
 from replayground.sandboxes.worlds.world import WORLD_TOOLS, world_from_json
+from replayground.schemas.formats import FinalAnswer, ToolCall, parse
 from replayground.schemas.job import Job, load_job
 from replayground.streams.rules.scoring import scorers_by_name
 

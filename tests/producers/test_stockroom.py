@@ -10,10 +10,10 @@ from statistics import mean
 import pytest
 
 from replayground.producers import stockroom
-from replayground.producers.formats import FinalAnswer, ToolCall, parse
 from replayground.producers.stockroom import ATTRIBUTES, ITEMS, RIGHT_SOURCE, held_out, tasks
 from replayground.sandboxes.worlds.world import world_from_json
 from replayground.schemas.events import Task
+from replayground.schemas.formats import FinalAnswer, ToolCall, parse
 from replayground.schemas.job import load_job
 from tests.producers.pure_room import Player, play
 

@@ -26,7 +26,6 @@ from typing import Any
 import msgspec
 
 from replayground.producers.chat import ChatFormat
-from replayground.producers.formats import FinalAnswer, Idle, ToolCall, parse
 from replayground.producers.policy import Turn, TurnRequest
 from replayground.producers.turns import play
 from replayground.sandboxes.backends import open_backend
@@ -50,6 +49,7 @@ from replayground.schemas.events import (
     TurnGenerated,
     VersionSpan,
 )
+from replayground.schemas.formats import FinalAnswer, Idle, ToolCall, parse
 from replayground.schemas.ids import new_id, now_microseconds
 from replayground.streams.hops.messages_to_trajectories import AssembleTrajectories, AssemblyState
 from replayground.streams.rules.scoring import score_trajectory, scorers_by_name

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replayground.producers.formats import FinalAnswer, FormatName, Idle, Malformed, ToolCall, format_named, parse
+from replayground.schemas.formats import FinalAnswer, FormatName, Idle, Malformed, ToolCall, format_named, parse
 
 FORMATS: tuple[FormatName, ...] = ("hermes", "llama", "xml", "qwen_xml")
 PARAMETERS = {

@@ -1,0 +1,217 @@
+"""The version of a scorer that declares none: what changes it, what does not, and that it is the same everywhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replayground.schemas.code_digest import digest_of_function
+from replayground.schemas.job import load_job
+from replayground.scoring import scorer
+from replayground.streams.rules.scoring import version_of, versions_of
+
+MODULE = '''\
+import math
+import os
+import re
+from pathlib import Path
+
+from replayground import ExactMatch, Score, scorer
+from rules import normalise, unused
+import tables
+
+MARK = 0.5
+WORDS = {"a", "b", "c"}
+PATTERN = re.compile("[a-z]+")
+HERE = os.path.dirname(__file__)
+ROOT = Path(__file__).parent
+SEEN = []
+EXACT = ExactMatch()
+
+
+@scorer(needs="trajectory")
+def own(trajectory):
+    """What it is for."""
+    tasks = [helper(trajectory.answer)]  # a local name that is a function of the module, too
+    return Score(score=max(tasks), evidence=HERE + str(ROOT) + str(SEEN))
+
+
+def helper(text):
+    return deeper(normalise(text or "")) * MARK + math.floor(tables.SCALE)
+
+
+def deeper(text):
+    return float(text in WORDS and bool(PATTERN.match(text)) and not Close().is_far(text))
+
+
+class Close:
+    limit = 3
+
+    def is_far(self, text):
+        return len(text) > self.limit
+
+
+def tasks(split, seed, start=0):
+    SEEN.append(seed)
+    return iter(())
+
+
+SCORERS = (own,)
+'''
+RULES = "def normalise(text):\n    return stripped(text)\n\n\ndef stripped(text):\n    return text.strip()\n\n\nunused = 1\n"
+TABLES = "SCALE = 0.5\n"
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def version(folder: Path, module: str = MODULE, rules: str = RULES, tables: str = TABLES) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("job.py", module), ("rules.py", rules), ("tables.py", tables)):
+        (folder / name).write_text(text)
+    sys.path.insert(0, str(folder))
+    for name in ("job", "rules", "tables"):
+        sys.modules.pop(name, None)
+    try:
+        (own,) = load_job(str(folder / "job.py")).scorers
+        return version_of(own)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def changed(before: str, after: str, text: str = MODULE) -> str:
+    assert before in text
+    return text.replace(before, after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("max(tasks)", "min(tasks)"),
+        ("* MARK", "+ MARK"),
+        ("MARK = 0.5", "MARK = 0.25"),
+        ("bool(PATTERN.match(text))", "bool(PATTERN.search(text))"),
+        ('"[a-z]+"', '"[a-z]*"'),
+        ('WORDS = {"a", "b", "c"}', 'WORDS = {"a", "b", "d"}'),
+        ("limit = 3", "limit = 4"),
+        ("len(text) > self.limit", "len(text) >= self.limit"),
+        ('"""What it is for."""', '"""What else it is for."""'),
+        ('needs="trajectory"', 'needs="trajectory", weight=2'),
+        ('needs="trajectory"', 'needs="trajectory", pass_mark=None'),
+        ('needs="trajectory"', ""),
+        ("math.floor", "math.ceil"),
+        ("text in WORDS", "text not in WORDS"),
+    ],
+)
+def test_a_change_of_what_it_uses_changes_the_version(tmp_path: Path, before: str, after: str) -> None:
+    assert version(tmp_path / "a") != version(tmp_path / "b", changed(before, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("  # a local name that is a function of the module, too", "  # another comment"),
+        ("max(tasks)", "max( tasks )"),
+        ("    return deeper(", "\n\n    return deeper("),
+        ("SEEN.append(seed)", "SEEN.append(start)"),
+        ("from rules import normalise, unused", "from rules import normalise"),
+        ("import math\n", "import json\nimport math\n"),
+        ("MARK = 0.5", "OTHER = 1\nMARK = 0.5"),
+        ("MARK = 0.5", "MARK = (\n    0.5\n)"),
+    ],
+)
+def test_layout_comments_and_what_it_does_not_use_change_nothing(tmp_path: Path, before: str, after: str) -> None:
+    assert version(tmp_path / "a") == version(tmp_path / "b", changed(before, after))
+
+
+def test_modules_beside_the_job_count(tmp_path: Path) -> None:
+    before = version(tmp_path / "a")
+    assert before != version(tmp_path / "b", rules=changed("text.strip()", "text.lstrip()", RULES))
+    assert before == version(tmp_path / "c", rules=changed("unused = 1", "unused = 2", RULES))
+    assert before != version(tmp_path / "d", tables="SCALE = 1.5\n")
+
+
+def test_it_is_the_same_in_every_process_whatever_the_hash_seed_and_the_folder(tmp_path: Path) -> None:
+    expected = version(tmp_path / "a")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "from replayground.schemas.job import load_job; job = load_job(sys.argv[1] + '/job.py');"
+        "list(job.tasks('train', 5)); print(job.scorers[0].version)"
+    )
+    for seed, folder in (("0", "a"), ("1", "a"), ("2", "elsewhere/b")):
+        version(tmp_path / folder)
+        command = [sys.executable, "-c", code, str(tmp_path / folder)]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == expected
+
+
+def test_it_is_what_it_was(tmp_path: Path) -> None:
+    """Recorded with scores on logs: an upgrade that changes this makes another scorer of every function of every user."""
+
+    def judge(trajectory: object) -> float:
+        return 0.5
+
+    assert digest_of_function(judge, {"weight": 1.0}) == "031cdb09b813"
+    assert version(tmp_path) == "5a0fb48932d2"
+
+
+def test_captured_variables_count_by_value() -> None:
+    def made(words: list[str], limit: int) -> str:
+        @scorer
+        def own(trajectory: object) -> float:
+            return float(len(words) > limit)
+
+        return own.version
+
+    assert made(["a"], 1) == made(["a"], 1)
+    assert len({made(["a"], 1), made(["b"], 1), made(["a"], 2)}) == 3
+
+
+def test_without_source_the_bytecode_counts() -> None:
+    def compiled(text: str) -> str:
+        names: dict[str, object] = {"helper_limit": 1}
+        exec(f"def own(trajectory):\n    return {text}\n", names)
+        return scorer(names["own"]).version  # type: ignore[call-overload,no-any-return]
+
+    assert compiled("1.0") == compiled("1.0")
+    assert compiled("1.0") != compiled("2.0")
+    assert compiled("len(trajectory)") != compiled("abs(trajectory)")
+    assert compiled("trajectory in {'a', 'b'}") == compiled("trajectory in {'b', 'a'}")
+
+
+def test_lambdas_and_functions_that_call_themselves() -> None:
+    def own(trajectory: int) -> float:
+        return own(trajectory - 1) if trajectory else 0.0
+
+    assert scorer(own).version
+    one, two = (lambda trajectory: 1.0), (lambda trajectory: 2.0)
+    assert digest_of_function(one, {}) == digest_of_function(one, {})  # type: ignore[arg-type]
+    assert two(None) == 2.0
+
+
+def test_an_object_without_a_version_has_one_of_its_class_and_attributes(tmp_path: Path) -> None:
+    text = (
+        "from replayground import Score\n\n\nclass Base:\n    def limit(self):\n        return 1\n\n\n"
+        "class Own(Base):\n    name = 'own'\n\n    def __init__(self, words):\n        self.words = words\n\n"
+        "    def score(self, trajectory):\n        return Score(score=float(len(self.words) > self.limit()))\n\n\n"
+        "def tasks(split, seed):\n    return iter(())\n\n\nSCORERS = (Own(['a']),)\n"
+    )
+    before = version(tmp_path / "a", text)
+    assert before == version(tmp_path / "b", text)
+    assert before != version(tmp_path / "c", changed("Own(['a'])", "Own(['b'])", text))
+    assert before != version(tmp_path / "d", changed("return 1", "return 2", text))
+    assert before != version(tmp_path / "e", changed("> self.limit()", "< self.limit()", text))
+
+
+def test_a_declared_version_stays(tmp_path: Path) -> None:
+    declared = changed('needs="trajectory"', 'version="7"')
+    assert version(tmp_path / "a", declared) == "7"
+    assert version(tmp_path / "b", changed("MARK = 0.5", "MARK = 1", declared)) == "7"
+    (own,) = load_job(str(tmp_path / "b/job.py")).scorers
+    assert versions_of({"own": own}) == {"own": "7"}
