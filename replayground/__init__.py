@@ -1,6 +1,7 @@
 """The public API of Replayground, for jobs, examples and notebooks. Everything else in the distribution may change.
 
 Task, Score, scorer, TrajectoryAssembled    tasks, and how an attempt is scored
+LlmJudge, HumanVerdict                      scorers that ask a model or people
 tool, Tool, ToolError, World, Table         tools of an agent, and the data in its sandbox
 Agent, Part, Example, Model                 agents and the models they use
 Series, Parallel, Loop, HandOff, Team       how agents work together
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from replayground.schemas.events import Task, TrajectoryAssembled
     from replayground.schemas.job import Job, Score, Scorer, load_job
     from replayground.scoring import scorer
+    from replayground.streams.rules.judges import HumanVerdict, LlmJudge
 
 __all__ = [
     "Agent",
@@ -36,7 +38,9 @@ __all__ = [
     "Example",
     "Field",
     "HandOff",
+    "HumanVerdict",
     "Job",
+    "LlmJudge",
     "Loop",
     "Model",
     "Observation",
@@ -75,6 +79,7 @@ _NAMES_BY_MODULE = {
     "replayground.sandboxes.worlds.world": ("Table", "World"),
     "replayground.schemas.errors": ("BadInput", "ReplaygroundError"),
     "replayground.schemas.events": ("Task", "TrajectoryAssembled"),
+    "replayground.streams.rules.judges": ("HumanVerdict", "LlmJudge"),
     "replayground.schemas.job": ("Job", "Score", "Scorer", "load_job"),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
