@@ -3,7 +3,7 @@
 A scorer that does not exist, fails, or returns no valid score excludes the trajectory with the reason. So no error of a
 job leaves a group waiting for a reward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -48,21 +48,24 @@ class ScoreTrajectories:
         # At least one reward: without any, the group would never hear of this member.
         names = event.task.scorers or [NO_SCORER]
         here = [name for name in names if name not in self._judges or not is_asked(event)]
-        return Outcome(events=[self._reward(event, address, name, names) for name in here])
+        return Outcome(events=[self._reward(event, address, name) for name in here])
 
-    def _reward(
-        self, trajectory: TrajectoryAssembled, address: Address, name: str, names: Sequence[str]
-    ) -> RewardAssigned:
+    def _reward(self, trajectory: TrajectoryAssembled, address: Address, name: str) -> RewardAssigned:
         score = score_trajectory(trajectory, name, self._scorers)
-        return reward_event(
-            trajectory, address, name, self._scorers.get(name), score, scorer_set(names, self._versions)
-        )
+        return reward_event(trajectory, address, name, score, self._scorers, self._versions)
 
 
 def reward_event(
-    trajectory: TrajectoryAssembled, address: Address, name: str, scorer: Scorer | None, score: Score, judges: str
+    trajectory: TrajectoryAssembled,
+    address: Address,
+    name: str,
+    score: Score,
+    scorers: Mapping[str, Scorer],
+    versions: Mapping[str, str],
 ) -> RewardAssigned:
     """The reward of a trajectory by one scorer of its set. The same arguments give the same event."""
+    scorer = scorers.get(name)
+    judges = scorer_set(trajectory.task.scorers or [NO_SCORER], versions)
     return RewardAssigned(
         meta=_meta(trajectory, name, judges),
         trajectory=address,
@@ -70,7 +73,7 @@ def reward_event(
         group_size=trajectory.task.group_size,
         scorers=trajectory.task.scorers,
         scorer=name,
-        scorer_version=UNKNOWN_VERSION if scorer is None else str(scorer.version),
+        scorer_version=versions.get(name, UNKNOWN_VERSION),
         score=score.score,
         parts=score.parts,
         evidence=score.evidence,

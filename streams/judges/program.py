@@ -33,9 +33,8 @@ from replayground.streams.log.connect import open_log
 from replayground.streams.log.kafka import KafkaLog
 from replayground.streams.log.protocol import Delivery, Log, Reader
 from replayground.streams.rules.dead_letter import rejection
-from replayground.streams.rules.judges import HumanVerdict, Judge, LlmJudge, is_asked, is_on_scale, judges_of
-from replayground.streams.rules.judging import counted_verdicts, human_judgement, judgement_id, score_of
-from replayground.streams.rules.reward import scorer_set
+from replayground.streams.rules.judges import HumanVerdict, Judge, LlmJudge, is_asked, judges_of
+from replayground.streams.rules.judging import counted_verdicts, human_judgement, is_usable, judgement_id, score_of
 from replayground.streams.rules.scoring import scorers_by_name, versions_of
 
 logger = structlog.get_logger()
@@ -212,24 +211,23 @@ class JudgeWorker:
         if not self._book.is_first(event, address):
             return []
         trajectory = self._trajectory_of(event)
-        judges = scorer_set(trajectory.task.scorers, self._versions)
-        return [
-            reward_event(trajectory, event.trajectory, judge.name, self._scorers[judge.name], score_of(event), judges)
-        ]
+        score = score_of(event)
+        return [reward_event(trajectory, event.trajectory, judge.name, score, self._scorers, self._versions)]
 
     def _after_verdict(self, event: VerdictGiven) -> list[Event]:
         judge = self._judge_of(event.scorer, event.scorer_version)
-        if not isinstance(judge, HumanVerdict) or not is_on_scale(event.score, judge.scale):
+        if not isinstance(judge, HumanVerdict) or not is_usable(event, judge):
             raise NotUsable(f"{event.score} is no verdict of {event.scorer}: see the scale of that scorer in the job")
-        verdicts = [verdict for verdict in self._book.verdicts(event) if is_on_scale(verdict.score, judge.scale)]
-        counted = counted_verdicts(verdicts, judge.annotators_min)
-        if counted is None:
+        # The book has those that were rejected, too.
+        usable = [verdict for verdict in self._book.verdicts(event) if is_usable(verdict, judge)]
+        counted = counted_verdicts(usable, judge.annotators_min)
+        # Verdicts after the last one that was needed change nothing: the reward may have been trained on.
+        if counted is None or counted[-1].meta.id != event.meta.id:
             return []
         trajectory = self._trajectory_of(event)
-        # Verdicts after the last one that was needed change nothing: the reward may have been trained on.
         if not is_asked(trajectory) or self._book.has(judgement_id(trajectory, judge)):
             return []
-        return [human_judgement(trajectory, event.trajectory, judge, counted, now_microseconds())]
+        return [human_judgement(trajectory, judge, counted)]
 
     def _judge_of(self, name: str, version: str) -> Judge:
         judge = self._judges.get(name)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from replayground.schemas.events import Address, JudgementMade, Meta, TrajectoryAssembled, Utterance, VerdictGiven
+from replayground.schemas.events import JudgementMade, Meta, TrajectoryAssembled, Utterance, VerdictGiven
 from replayground.schemas.ids import derived_id
 from replayground.schemas.job import Score
 from replayground.streams.rules.judges import CODE_VERSION, HumanVerdict, Judge, LlmJudge, is_on_scale
@@ -100,9 +100,16 @@ def judgement_meta(trajectory: TrajectoryAssembled, judge: Judge, now: int) -> M
     return msgspec.structs.replace(trajectory.meta, **changes)
 
 
+def is_usable(verdict: VerdictGiven, judge: HumanVerdict) -> bool:
+    """Whether a verdict is one of this scorer, on its scale."""
+    is_of = (verdict.scorer, verdict.scorer_version) == (judge.name, judge.version)
+    return is_of and is_on_scale(verdict.score, judge.scale)
+
+
 def counted_verdicts(verdicts: Sequence[VerdictGiven], annotators_min: int) -> list[VerdictGiven] | None:
     """The verdicts that make the score of an attempt, from those on the log, in their order; None when too few people
-    gave one. It is complete with the verdict of the last person needed; until then, a person's newest one counts."""
+    gave one. The first verdict of the last person needed completes them and comes last; until then, a person's newest
+    one counts."""
     newest: dict[str, VerdictGiven] = {}
     for verdict in verdicts:
         newest[verdict.annotator] = verdict
@@ -112,13 +119,13 @@ def counted_verdicts(verdicts: Sequence[VerdictGiven], annotators_min: int) -> l
 
 
 def human_judgement(
-    trajectory: TrajectoryAssembled, address: Address, judge: HumanVerdict, verdicts: Sequence[VerdictGiven], now: int
+    trajectory: TrajectoryAssembled, judge: HumanVerdict, verdicts: Sequence[VerdictGiven]
 ) -> JudgementMade:
-    """The judgement of an attempt by these verdicts."""
+    """The judgement of an attempt by these verdicts. The same verdicts give the same event."""
     scores = [verdict.score for verdict in verdicts]
     return JudgementMade(
-        meta=judgement_meta(trajectory, judge, now),
-        trajectory=address,
+        meta=judgement_meta(trajectory, judge, verdicts[-1].meta.timestamp),
+        trajectory=verdicts[-1].trajectory,
         judge=judge.name,
         judge_version=judge.version,
         judged_by="human",
