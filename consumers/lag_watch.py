@@ -38,13 +38,15 @@ class ConsumerGroup:
     name: str
     stage_by_topic: Mapping[str, str]
     of_field: bool
+    is_optional: bool
+    "not behind as long as it has no position: its program does not run for this job"
 
 
 def groups_of(run_id: str) -> tuple[ConsumerGroup, ...]:
     """The groups that read for a run, in the order of the flow: its own, and those of the field. For the field itself
     those of the field alone: a group of a run that does not exist would be behind by the whole log."""
     return tuple(
-        ConsumerGroup(access.program, access.group_of(run_id), access.consumes, access.of_field)
+        ConsumerGroup(access.program, access.group_of(run_id), access.consumes, access.of_field, access.is_optional)
         for access in ACCESS
         if access.consumes and (access.of_field or run_id != FIELD)
     )
@@ -105,6 +107,8 @@ def lags_of(log: Log, run_id: str, of_field: bool) -> dict[str, int]:
         if group.of_field != of_field:
             continue
         for topic, group_lags in log.group_lags(group.name, list(group.stage_by_topic)).items():
+            if group.is_optional and not group_lags.has_begun:
+                continue
             stage = group.stage_by_topic[topic]
             lags[stage] = lags.get(stage, 0) + _lag(log, group, topic, group_lags)
     return lags

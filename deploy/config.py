@@ -22,7 +22,7 @@ from replayground.deploy.programs import PROGRAMS_OF_RUN
 from replayground.producers.config import FeederSettings, RolloutsSettings, SchedulerSettings
 from replayground.schemas.errors import BadInput
 from replayground.schemas.run import JobSettings, LogSettings
-from replayground.streams.config import CutSettings, StreamsSettings
+from replayground.streams.config import CutSettings, JudgeSettings, StreamsSettings
 from replayground.trainer.config import TrainerSettings
 
 DEFAULT_CONFIG = Path(__file__).parent / "config" / "stockroom.toml"
@@ -74,7 +74,8 @@ class HarnessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What surrounds every program of a run. TOML section [harness]."""
 
     programs: tuple[str, ...] = tuple(program.name for program in PROGRAMS_OF_RUN)
-    "which programs of the run are started; leave out vllm when [rollouts] and [reloader] name servers elsewhere"
+    """which programs of the run are started; leave out vllm when [rollouts] and [reloader] name servers elsewhere. judge
+    is started only for a job with judges"""
     restarts_max: int = 5
     "a program that had to be started again more often than this ends the run as failed"
     bind: str = "127.0.0.1"
@@ -96,6 +97,7 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     scheduler: SchedulerSettings = SchedulerSettings()
     rollouts: RolloutsSettings = RolloutsSettings()
     streams: StreamsSettings = StreamsSettings()
+    judge: JudgeSettings = JudgeSettings()
     cut: CutSettings = CutSettings()
     trainer: TrainerSettings = TrainerSettings()
     vllm: VllmSettings = VllmSettings()

@@ -52,6 +52,10 @@ PROGRAMS: tuple[Program, ...] = (
     ),
     Program("trainer", "replayground.trainer.loop", "makes weights from batches", 2, 60),
     Program("streams", "replayground.streams.app", "assembles, scores and groups trajectories", 2, 30, True),
+    # Not ends_when_stalled: what it waits for is an endpoint that is down, and a restart would not bring it back.
+    Program(
+        "judge", "replayground.streams.judges.program", "asks judges and counts verdicts, for a job with judges", 2
+    ),
     Program("cut", "replayground.streams.cut", "cuts groups into batches, exactly once", 2),
     Program("vllm", "replayground.consumers.vllm_server", "serves the policy", 2, 40),
     Program("reloader", "replayground.consumers.weights_to_vllm", "brings new weights to the servers", 2),

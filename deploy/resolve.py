@@ -263,6 +263,8 @@ def _require_no_secret(config: Config, source: Path) -> None:
         "log.security.password": security.password,
         "log.security.registry_password": security.registry_password,
     }
+    # Those of the run, which are written to the log in plain text, too.
+    references |= {f"judge.endpoints.{name}.key": endpoint.key for name, endpoint in config.judge.endpoints.items()}
     if config.traces.dsn.startswith("clickhouse"):
         references["the password in traces.dsn"] = urlsplit(config.traces.dsn).password or ""
     for setting, value in references.items():

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from replayground.deploy import sources
+from replayground.deploy.chosen_programs import programs_of
 from replayground.deploy.field import ENVIRONMENT, Say, ShowProgress, member_of
 from replayground.deploy.live import View
 from replayground.deploy.local.folder import (
@@ -204,7 +205,7 @@ def plan_of_run(folder: RunFolder, resolved: ResolvedConfig, disk_free_bytes_min
     command = [sys.executable, "-m", "replayground.deploy.cli", MONITOR]
     return StackPlan(
         folder=folder,
-        members=[member_of(p, resolved) for p in PROGRAMS_OF_RUN if p.name in resolved.config.harness.programs],
+        members=[member_of(program, resolved) for program in programs_of(resolved.config)],
         attendant=SupervisedProgram(MONITOR, command, settled_seconds=1, stop_seconds_max=_MONITOR_STOP_SECONDS_MAX),
         disk_free_bytes_min=disk_free_bytes_min,
         environment=ENVIRONMENT,

@@ -5,6 +5,7 @@ ExactMatch, GaiaMatch, NumericTolerance     built-in scorers, to be given settin
 RegexMatch, JsonMatch, TableMatch           the parts of two of them: Checkpoint, Risk
 Checkpoints, ProcessConstraints, Composite
 RiskPenalty, LengthPenalty, OverlongPenalty
+LlmJudge, HumanVerdict                      scorers that ask a model or people
 tool, Tool, ToolError, World, Table         tools of an agent, and the data in its sandbox
 Agent, Part, Example, Model                 agents and the models they use
 Series, Parallel, Loop, HandOff, Team       how agents work together
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from replayground.schemas.events import Task, TrajectoryAssembled
     from replayground.schemas.job import Job, Score, Scorer, load_job
     from replayground.scoring import scorer
+    from replayground.streams.rules.judges import HumanVerdict, LlmJudge
     from replayground.streams.rules.scorers.checkpoints import Checkpoint, Checkpoints
     from replayground.streams.rules.scorers.composite import Composite
     from replayground.streams.rules.scorers.exact import ExactMatch
@@ -56,9 +58,11 @@ __all__ = [
     "Field",
     "GaiaMatch",
     "HandOff",
+    "HumanVerdict",
     "Job",
     "JsonMatch",
     "LengthPenalty",
+    "LlmJudge",
     "Loop",
     "Model",
     "NumericTolerance",
@@ -104,6 +108,7 @@ _NAMES_BY_MODULE = {
     "replayground.sandboxes.worlds.world": ("Table", "World"),
     "replayground.schemas.errors": ("BadInput", "ReplaygroundError"),
     "replayground.schemas.events": ("Task", "TrajectoryAssembled"),
+    "replayground.streams.rules.judges": ("HumanVerdict", "LlmJudge"),
     "replayground.schemas.job": ("Job", "Score", "Scorer", "load_job"),
     "replayground.streams.rules.scorers.checkpoints": ("Checkpoint", "Checkpoints"),
     "replayground.streams.rules.scorers.composite": ("Composite",),

@@ -22,6 +22,7 @@ Verdict = Literal["scored", "excluded"]
 StepKind = Literal["initial", "sft", "grpo"]
 WeightsKind = Literal["full", "lora", "delta"]
 RunKind = Literal["practise", "replay", "retrain", "sft", "eval"]
+JudgedBy = Literal["model", "human"]
 EndReason = Literal["finished", "stopped", "failed", "taken_over"]
 Command = Literal["pause", "resume", "drain", "hold", "release", "cancel"]
 RetiredCommand = Literal["promote", "roll_back"]
@@ -637,6 +638,54 @@ class TrajectoriesSelected(Event, frozen=True, kw_only=True):
     "of partitions, offsets and group_sizes: equal selections have equal digests"
 
 
+class JudgementMade(Event, frozen=True, kw_only=True):
+    """A model judged one attempt by a rubric, or enough people gave their verdicts. Its reward follows from this."""
+
+    number: ClassVar[int] = 24
+    # The id is derived from trajectory and judge: of two judgements with one id, the first on the log counts.
+    trajectory: Address
+    judge: str
+    "name of the scorer"
+    judge_version: str
+    judged_by: JudgedBy
+    verdict: Verdict
+    score: float
+    "mean of `scores`; 0 when excluded, and then it does not count"
+    excluded_because: str | None
+    scores: list[float]
+    "one for each vote of a model or each annotator"
+    votes: int
+    "how many were asked for"
+    tries: int
+    "answers of the model, with those that could not be read; 0 for people"
+    answers: list[str]
+    "what the model replied, in order and shortened; empty for people"
+    model: str
+    "as the endpoint calls it; empty for people"
+    prompt_hash: str
+    "sha256 of what the model was asked, without the random boundary; empty for people"
+    tokens_in: int
+    tokens_out: int
+    cost: float
+    "by the prices of the config"
+    milliseconds: float
+    "from the first request to the last answer, with waits for an endpoint that was down"
+    verdicts: list[str]
+    "ids of the VerdictGiven that it was made of; empty for a model"
+
+
+class VerdictGiven(Event, frozen=True, kw_only=True):
+    """A person judged one attempt."""
+
+    number: ClassVar[int] = 25
+    trajectory: Address
+    scorer: str
+    scorer_version: str
+    annotator: str
+    score: float
+    comment: str
+
+
 class EventRejected(Event, frozen=True, kw_only=True):
     """A message that a stage could not take, whole and with its address."""
 
@@ -673,5 +722,7 @@ EVENTS: tuple[type[Event], ...] = (
     AttemptEnded,
     SnapshotTaken,
     TrajectoriesSelected,
+    JudgementMade,
+    VerdictGiven,
     EventRejected,
 )

@@ -16,6 +16,7 @@ from replayground.schemas.events import (
     Event,
     EventRejected,
     GroupCompleted,
+    JudgementMade,
     RewardAssigned,
     RolloutEnded,
     RolloutRequested,
@@ -31,6 +32,7 @@ from replayground.schemas.events import (
     TrajectoriesSelected,
     TrajectoryAssembled,
     TurnGenerated,
+    VerdictGiven,
     WeightsLoaded,
     WeightsPublished,
     WorkerSeen,
@@ -69,6 +71,8 @@ class Access:
     "has changelog topics of its own, named after its group"
     of_field: bool = False
     "one for all runs of the field, instead of one for each run"
+    is_optional: bool = False
+    "runs only for jobs that need it: elsewhere its group has no position, and is not behind"
     makes_topics: bool = False
     is_unlimited: bool = False
     "no use of the log is refused"
@@ -149,6 +153,12 @@ ACCESS: tuple[Access, ...] = (
         keeps_tables=True,
     ),
     Access(
+        "judge",
+        consumes={"trajectories": "judge", "judgements": "judge"},
+        writes=(JudgementMade, RewardAssigned, EventRejected),
+        is_optional=True,
+    ),
+    Access(
         "cut",
         # runs: to find out, when fenced, whether a newer start took the run over (streams.log.takeover)
         reads=("batches", "snapshots", "runs"),
@@ -184,7 +194,7 @@ ACCESS: tuple[Access, ...] = (
     Access(
         OPERATOR,
         reads=_EVERY_TOPIC,
-        writes=(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued),
+        writes=(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued, VerdictGiven),
         of_field=True,
         makes_topics=True,
         # Redriving a dead letter writes it to its original topic, whichever that is.

@@ -120,6 +120,7 @@ TOPICS: tuple[Topic, ...] = (
     # Keyed by group from here to groups: a group is scored and completed in order by one worker.
     Topic("trajectories", (events.TrajectoryAssembled,), _field("group_id"), rejected_by="score"),
     Topic("attempts", (events.AttemptEnded,), _field("group_id")),
+    Topic("judgements", (events.JudgementMade, events.VerdictGiven), _field("group_id")),
     Topic("rewards", (events.RewardAssigned,), _field("group_id"), rejected_by="group"),
     Topic("groups", (events.GroupCompleted,), _field("group_id"), rejected_by="cut"),
     # One partition: people look selections up by name, and the newest of a name counts.

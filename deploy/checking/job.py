@@ -25,6 +25,9 @@ from replayground.sandboxes.worlds.world import world_from_json
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import Task
 from replayground.schemas.job import Job, load_job
+from replayground.streams.judges.program import keys_of
+from replayground.streams.rules.judges import judges_of
+from replayground.streams.rules.scoring import scorers_by_name
 
 _TASKS_DRAWN = 50
 "of each session, in a thorough check"
@@ -80,6 +83,7 @@ class _JobCheck:
             return
         agent_catalog = self._agent_catalog(job)
         self._teacher(job, agent_catalog)
+        self._judges(job)
         drawn = self._tasks(job, agent_catalog or AgentCatalog())
         if agent_catalog is not None:
             self._trains(agent_catalog, drawn)
@@ -136,6 +140,19 @@ class _JobCheck:
             require_teacher(job, agent_catalog or AgentCatalog(), self.config.job.demonstrations)
         except BadInput as error:
             self.report.mistake(places.of_setting(self.source, "job.demonstrations"), str(error))
+
+    def _judges(self, job: Job) -> None:
+        """Checks that the job's judges have an endpoint, a key and the program that asks them."""
+        judges = judges_of(job.scorers)
+        if not judges:
+            return
+        try:
+            keys_of(scorers_by_name(job.scorers), self.config.judge)
+        except BadInput as error:
+            self.report.mistake(places.of_setting(self.source, "judge.endpoints"), str(error))
+        if "judge" not in self.config.harness.programs:
+            text = f"harness.programs lacks judge, and the job has judges ({', '.join(judges)}): add it"
+            self.report.mistake(places.of_setting(self.source, "harness.programs"), text)
 
     def _trains(self, agent_catalog: AgentCatalog, drawn: list[Drawn]) -> None:
         """Checks the names in [job] trains: a misspelt agent would silently not be trained."""

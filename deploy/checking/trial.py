@@ -52,6 +52,7 @@ from replayground.schemas.events import (
 from replayground.schemas.ids import new_id, now_microseconds
 from replayground.schemas.job import Job, Scorer
 from replayground.streams.hops.messages_to_trajectories import AssembleTrajectories
+from replayground.streams.rules.judges import judges_of
 from replayground.streams.rules.scoring import checked, scorers_by_name
 from replayground.trainer.tokenizer import fit_tokenizer
 
@@ -398,7 +399,9 @@ class _Trial:
         tasks = [drawn for drawn in self.subject.drawn if _is_scored_as_played(drawn)]
         attempts = [attempt for drawn in _one_of_each(tasks) for attempt in await self._attempts_at(drawn)]
         attempts += [(one.drawn, one.trajectory) for one in self.played if one.trajectory is not None]
-        names = list(dict.fromkeys(name for drawn, _ in attempts for name in drawn.task.scorers if name in known))
+        # Judges are not tried: each question costs, and people have no time for it.
+        tried = known.keys() - judges_of(known).keys()
+        names = list(dict.fromkeys(name for drawn, _ in attempts for name in drawn.task.scorers if name in tried))
         for name in names:
             with self.report.step(f"scorer {name}"):
                 self._try_scorer(known[name], [one for one in attempts if name in one[0].task.scorers])

@@ -36,6 +36,8 @@ def lags(log: Log, run_id: str) -> Iterator[list[Row]]:
         rows: list[Row] = []
         for group in groups_of(run_id):
             for topic, group_lags in log.group_lags(group.name, list(group.stage_by_topic)).items():
+                if group.is_optional and not group_lags.has_begun:
+                    continue
                 place = (group.program, topic)
                 taken = arriving = None
                 if place in before:

@@ -253,6 +253,7 @@ class KafkaLog:
             topic: GroupLag(
                 committed=sum(offset for place, offset in committed.items() if place[0] == topic),
                 end=sum(end for place, end in ends.items() if place[0] == topic),
+                has_begun=any(place[0] == topic for place in committed),
             )
             for topic in topics
         }

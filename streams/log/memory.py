@@ -122,6 +122,7 @@ class MemoryLog:
                 topic: GroupLag(
                     committed=sum(self.committed(group, place) for place in places if place[0] == topic),
                     end=sum(len(self._partitions[place]) for place in places if place[0] == topic),
+                    has_begun=any((group, *place) in self._committed for place in places if place[0] == topic),
                 )
                 for topic in topics
             }

@@ -133,6 +133,8 @@ class GroupLag:
 
     committed: int
     end: int
+    has_begun: bool = True
+    "whether the group has a position on the topic (Log.begin_group)"
 
     @property
     def lag(self) -> int:
