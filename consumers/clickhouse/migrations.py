@@ -5,6 +5,14 @@ Projections are small tables inside each part, which ClickHouse maintains and ch
 every start and every second read a few rows, however large the store is.
 """
 
+from replayground.streams.rules.reward import (
+    ATTEMPT_PASSED_SQL,
+    ATTEMPT_REWARD_SQL,
+    ATTEMPT_VALID_SQL,
+    DECISION_SQL,
+    VALID_SQL,
+)
+
 # IF NOT EXISTS leaves an existing table as it is: a column that is added here also needs an ALTER TABLE in STATEMENTS.
 # non_replicated_deduplication_window = how many insert tokens ClickHouse remembers. Without it, an insert that is
 # repeated after a crash would add its rows again (Store.insert).
@@ -59,6 +67,45 @@ LAST_ID = "argMaxIf(id, offset, type != 'undecodable')"
 
 # All facts of a run in one row of the projection. The condition is inside the aggregate for the same reason.
 RUN_FACTS = "groupArrayIf((offset, type, id, sender, timestamp, body), topic = 'runs')"
+
+
+def _of_rewards(extracted: str, otherwise: str) -> str:
+    """An expression that is not computed for other events: their bodies may be long, and each insert would parse them."""
+    return f"if(type = 'RewardAssigned', {extracted}, {otherwise})"
+
+
+# What decides about passing, by far the most frequent question. MATERIALIZED: computed from the body at each insert,
+# and while reading for the rows that an older release has inserted.
+_COLUMNS = tuple(
+    f"ALTER TABLE events ADD COLUMN IF NOT EXISTS {name} {kind} MATERIALIZED {expression} COMMENT '{comment}'"
+    for name, kind, expression, comment in (
+        (
+            "scorer_set",
+            "LowCardinality(String)",
+            _of_rewards("JSONExtractString(body, 'scorer_set')", "''"),
+            "of a RewardAssigned; empty in older events",
+        ),
+        (
+            "weight",
+            "Nullable(Float64)",
+            # Null for what JSON cannot hold: infinity and NaN. Older events have no weight.
+            _of_rewards("if(JSONHas(body, 'weight'), JSONExtract(body, 'weight', 'Nullable(Float64)'), 1)", "NULL"),
+            "of a RewardAssigned",
+        ),
+        (
+            "passed",
+            "Nullable(Bool)",
+            _of_rewards("JSONExtract(body, 'passed', 'Nullable(Bool)')", "NULL"),
+            "of a RewardAssigned",
+        ),
+        (
+            "scorers",
+            "UInt16",
+            _of_rewards("toUInt16(JSONLength(body, 'scorers'))", "0"),
+            "how many scorers judge the attempt of a RewardAssigned",
+        ),
+    )
+)
 
 _PROJECTIONS = (
     # By default ClickHouse refuses DELETE on a table with projections. reconcile deletes rows, and `rebuild` makes the
@@ -131,8 +178,32 @@ FROM
 )
 """
 
+_IDS = ("session_id", "task_id", "group_id", "trajectory_id", "purpose", "policy_version", "ended_by")
+
+
+def outcomes(where: str = "1") -> str:
+    """A SELECT of what the scorers made of each attempt, one row for each attempt and scorer set, once all of its
+    scorers have judged it. `where` is a condition over columns of RewardAssigned."""
+    # Conditions of a query to the view reach the table only by the keys of its GROUP BY; other ones are given here.
+    shown = ", ".join(f"any(judged.{name}) AS {name}" for name in _IDS)
+    return f"""
+SELECT run_id, attempt_id, scorer_set, {shown}, min(judged.timestamp) AS timestamp,
+       fromUnixTimestamp64Micro(min(judged.timestamp), 'UTC') AS time,
+       {ATTEMPT_REWARD_SQL} AS reward, {ATTEMPT_PASSED_SQL} AS passed, 1 - {ATTEMPT_VALID_SQL} AS excluded
+FROM
+(
+    SELECT run_id, attempt_id, scorer_set, {", ".join(_IDS)}, timestamp, id, score, weight, scorers,
+           {VALID_SQL} AS valid, {DECISION_SQL} AS decision
+    FROM events WHERE type = 'RewardAssigned' AND ({where})
+) AS judged
+GROUP BY run_id, attempt_id, scorer_set
+HAVING uniqExact(id) >= max(scorers)
+"""
+
+
 _VIEWS = (
     _RUNS,
+    f"CREATE OR REPLACE VIEW outcomes AS {outcomes()}",
     _view("tasks", "TaskSubmitted", f"{_TASK}, JSONExtractInt(body, 'task', 'group_size') AS group_size"),
     _view(
         "turns",
@@ -195,9 +266,7 @@ _VIEWS = (
         JSONExtract(body, 'parts', 'Map(String, Float64)') AS parts, JSONExtractString(body, 'evidence') AS evidence,
         JSONExtract(body, 'excluded_because', 'Nullable(String)') AS excluded_because,
         JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
-        JSONExtractString(body, 'scorer_set') AS scorer_set,
-        ifNull(JSONExtract(body, 'weight', 'Nullable(Float64)'), 1) AS weight,
-        JSONExtract(body, 'passed', 'Nullable(Bool)') AS passed""",
+        scorer_set, weight, passed""",
         derived=True,
     ),
     _view(
@@ -277,12 +346,13 @@ _VIEWS = (
 )
 
 TABLE: str = _EVENTS
-STATEMENTS: tuple[str, ...] = (*_PROJECTIONS, *_VIEWS)
+STATEMENTS: tuple[str, ...] = (*_COLUMNS, *_PROJECTIONS, *_VIEWS)
 "run after TABLE"
 TABLES: tuple[str, ...] = (
     *("events", "runs", "tasks", "turns", "calls", "observations", "tool_calls", "ends", "trajectories", "attempts"),
     *(
         "rewards",
+        "outcomes",
         "selections",
         "groups",
         "batches",

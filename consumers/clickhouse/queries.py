@@ -3,7 +3,7 @@
 A trajectory counts once, by its first attempt that did not end by infra_error, as everywhere on the log.
 """
 
-from replayground.consumers.clickhouse.migrations import LAST_ID, LAST_OFFSET
+from replayground.consumers.clickhouse.migrations import LAST_ID, LAST_OFFSET, outcomes
 from replayground.consumers.clickhouse.migrations import RUN_FACTS as _RUN_FACTS
 
 # --- the field as a whole; answered by projections
@@ -74,38 +74,30 @@ ORDER BY version, offset LIMIT 1 BY version
 """
 
 # Evaluations and demonstrations only: nobody waits for the end of training, and its session grows without bound. A
-# trajectory that was cancelled, or whose reward is excluded, counts as failed: the strict figure. Several scorers
-# write one RewardAssigned each, so the score of an attempt is their mean. argMin by time chooses the first attempt.
-# Both joins are LEFT: a session counts from its first submitted task on.
-SESSIONS_OF_RUNS = """
-SELECT run_id, session, tasks, newest_task, ended, if(ended = 0, 0, passed / ended) AS pass_at_1
+# trajectory that was cancelled, or whose reward is excluded, has not passed and counts: the strict figure. argMin by
+# time chooses the first attempt that counts. Both joins are LEFT: a session counts from its first submitted task on.
+_FINAL = "run_id IN {runs:Array(String)} AND ended_by != 'infra_error' AND purpose IN ('eval', 'demonstrate')"
+SESSIONS_OF_RUNS = f"""
+SELECT run_id, session, tasks, newest_task, ended, if(ended = 0, 0, solved / ended) AS pass_at_1
 FROM
 (
     SELECT run_id, ifNull(session_id, '') AS session, count() AS tasks, max(timestamp) AS newest_task
-    FROM events WHERE run_id IN {runs:Array(String)} AND type = 'TaskSubmitted' AND purpose IN ('eval', 'demonstrate')
+    FROM events
+    WHERE run_id IN {{runs:Array(String)}} AND type = 'TaskSubmitted' AND purpose IN ('eval', 'demonstrate')
     GROUP BY run_id, session
 ) AS submitted
 LEFT JOIN
 (
     SELECT run_id, ifNull(session_id, '') AS session, uniqExact(trajectory_id) AS ended
-    FROM events WHERE run_id IN {runs:Array(String)} AND type = 'TrajectoryAssembled' AND ended_by != 'infra_error'
-    AND purpose IN ('eval', 'demonstrate') GROUP BY run_id, session
+    FROM events WHERE type = 'TrajectoryAssembled' AND {_FINAL} GROUP BY run_id, session
 ) AS finished USING (run_id, session)
 LEFT JOIN
 (
-    SELECT run_id, session, sum(first_score) AS passed
+    SELECT run_id, session, sum(first_passed) AS solved
     FROM
     (
-        SELECT run_id, session, trajectory_id, argMin(attempt_score, timestamp) AS first_score
-        FROM
-        (
-            SELECT run_id, ifNull(session_id, '') AS session, trajectory_id, attempt_id, min(events.timestamp) AS timestamp,
-                   avg(if(verdict = 'scored', ifNull(score, 0), 0)) AS attempt_score
-            FROM events
-            WHERE run_id IN {runs:Array(String)} AND type = 'RewardAssigned' AND ended_by != 'infra_error'
-            AND purpose IN ('eval', 'demonstrate')
-            GROUP BY run_id, session, trajectory_id, attempt_id
-        )
+        SELECT run_id, ifNull(session_id, '') AS session, trajectory_id, argMin(passed, timestamp) AS first_passed
+        FROM ({outcomes(_FINAL)})
         GROUP BY run_id, session, trajectory_id
     )
     GROUP BY run_id, session
@@ -235,21 +227,13 @@ WHERE run_id = {run:String} AND type IN ('RewardAssigned', 'StepTaken') HAVING f
 # --- transcripts
 
 # From rewards alone: they carry everything that the list shows, so that no join with trajectories is needed.
-TRANSCRIPTS = """
-SELECT trajectory_id, attempt_id, session_id, purpose, policy_version, ended_by, timestamp, score
-FROM
-(
-    SELECT trajectory_id, attempt_id, any(session_id) AS session_id, any(purpose) AS purpose,
-           any(policy_version) AS policy_version, any(ended_by) AS ended_by, max(timestamp) AS timestamp,
-           avg(score) AS score
-    FROM events
-    WHERE run_id = {run:String} AND type = 'RewardAssigned'
-    GROUP BY trajectory_id, attempt_id
-)
-WHERE ({purpose:String} = '' OR purpose = {purpose:String})
-  AND ({outcome:String} = '' OR ({outcome:String} = 'passed') = (score >= 0.5))
-  AND ({session:String} = '' OR session_id = {session:String})
-ORDER BY timestamp DESC LIMIT {rows:UInt32}
+TRANSCRIPTS = f"""
+SELECT trajectory_id, attempt_id, session_id, purpose, policy_version, ended_by, timestamp, reward, passed
+FROM ({outcomes("run_id = {run:String}")})
+WHERE ({{purpose:String}} = '' OR purpose = {{purpose:String}})
+  AND ({{outcome:String}} = '' OR ({{outcome:String}} = 'passed') = (passed = 1))
+  AND ({{session:String}} = '' OR session_id = {{session:String}})
+ORDER BY timestamp DESC LIMIT {{rows:UInt32}}
 """
 
 # Of several attempts, the one that counts: the first that did not end by infra_error, else the first.
@@ -268,18 +252,18 @@ FROM events WHERE run_id = {run:String} AND type = 'RewardAssigned' AND trajecto
 
 # The example of a report: the trajectory with the most turns, which shows the most. Ties are broken by id, so that the
 # same store gives the same report.
-TELLING = """
+TELLING = f"""
 SELECT trajectory_id FROM
 (
-    SELECT trajectory_id, avg(score) AS mean_score, any(ended_by) AS ending FROM events
-    WHERE run_id = {run:String} AND type = 'RewardAssigned' AND session_id = {session:String} AND verdict = 'scored'
-    GROUP BY trajectory_id
+    SELECT trajectory_id, argMin(passed, timestamp) AS first_passed, any(ended_by) AS ending
+    FROM ({outcomes("run_id = {run:String} AND session_id = {session:String} AND ended_by != 'infra_error'")})
+    WHERE excluded = 0 GROUP BY trajectory_id
 ) AS judged
 LEFT JOIN
 (
     SELECT trajectory_id, count() AS turns FROM events
-    WHERE run_id = {run:String} AND type = 'TurnGenerated' AND session_id = {session:String} GROUP BY trajectory_id
+    WHERE run_id = {{run:String}} AND type = 'TurnGenerated' AND session_id = {{session:String}} GROUP BY trajectory_id
 ) AS said USING (trajectory_id)
-WHERE ({passed:UInt8} = 1) = (mean_score >= 0.5) AND ending != 'cancelled'
+WHERE {{passed:UInt8}} = first_passed AND ending != 'cancelled'
 ORDER BY turns DESC, trajectory_id LIMIT 1
 """

@@ -364,10 +364,9 @@ class DashboardPage:
             self._draw_list()
             await self._show(line.trajectory_id)
 
-        passed = line.score is not None and line.score >= 0.5
         chosen = "chosen" if line.trajectory_id == self._chosen else ""
         with ui.row().classes(f"line {chosen}").on("click", choose):
-            ui.element("div").classes("dot").style(f"background:{'#059669' if passed else '#dc2626'}")
+            ui.element("div").classes("dot").style(f"background:{'#059669' if line.passed else '#dc2626'}")
             with ui.column().classes("gap-0 min-w-0"):
                 ui.label(f"{line.session_id or line.purpose} · v{line.policy_version}").classes("text-sm truncate")
                 ui.label(f"{line.ended_by} · {line.trajectory_id[:8]}").classes("soft")

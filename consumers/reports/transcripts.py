@@ -20,7 +20,8 @@ class TranscriptEntry(Struct, frozen=True, kw_only=True):
     policy_version: int | None
     ended_by: str
     timestamp: int
-    score: float | None
+    reward: float
+    passed: bool
 
 
 class Judgement(Struct, frozen=True, kw_only=True):
@@ -54,7 +55,8 @@ def list_transcripts(
 ) -> list[TranscriptEntry]:
     """The newest trajectories with a reward. `outcome` is "passed", "failed" or "" for both. Raises StoreFailed."""
     asked = {"run": run_id, "purpose": purpose, "outcome": outcome, "session": session, "rows": rows}
-    return [TranscriptEntry(**row) for row in store.ask(queries.TRANSCRIPTS, asked).dicts()]
+    found = store.ask(queries.TRANSCRIPTS, asked).dicts()
+    return [TranscriptEntry(**row | {"passed": bool(row["passed"])}) for row in found]
 
 
 def transcript(store: Store, run_id: str, trajectory_id: str) -> Transcript | None:

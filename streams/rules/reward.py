@@ -61,14 +61,23 @@ def _is_finite(reward: RewardAssigned) -> bool:
     return abs(reward.score) <= SCORE_MAX and abs(reward.weight) <= SCORE_MAX
 
 
-# Over rows of RewardAssigned, grouped by attempt. `passed` is -1 where the scorer does not decide; rows of older events
-# are filled by DECISION_SQL.
+# Over columns of RewardAssigned in the trace store. NaN and infinity are NULL there; `passed` is NULL where the scorer
+# does not decide, and in older events.
+VALID_SQL = (
+    f"toUInt8(verdict = 'scored' AND ifNull(abs(score) <= {SCORE_MAX:.0f}, 0) "
+    f"AND ifNull(abs(weight) <= {SCORE_MAX:.0f}, 0))"
+)
+"of one row: whether its score counts"
 DECISION_SQL = (
     f"multiIf(scorer_set = '', toInt8(ifNull(score, 0) >= {PASS_MARK - _ROUNDING}), "
     "isNull(passed), toInt8(-1), toInt8(passed))"
 )
 "of one row: 1 passed, 0 failed, -1 not decided by this scorer"
-ATTEMPT_REWARD_SQL = "sum(if(verdict = 'scored', weight * ifNull(score, 0), 0))"
-ATTEMPT_PASSED_SQL = (
-    "toUInt8(countIf(verdict != 'scored') = 0 AND countIf(decision = 0) = 0 AND countIf(decision = 1) > 0)"
+
+# Over rows with `valid` and `decision`, grouped by run, attempt and scorer set. The log may repeat a reward: each of
+# these gives the same when rows are there twice.
+ATTEMPT_REWARD_SQL = (
+    "arraySum(pair -> pair.2, groupUniqArray((id, if(valid = 1, ifNull(weight, 0) * ifNull(score, 0), 0))))"
 )
+ATTEMPT_VALID_SQL = "toUInt8(countIf(valid = 0) = 0)"
+ATTEMPT_PASSED_SQL = "toUInt8(countIf(valid = 0) = 0 AND countIf(decision = 0) = 0 AND countIf(decision = 1) > 0)"

@@ -143,7 +143,7 @@ def test_the_interface_answers(address: str) -> None:
         assert answer["rows"] == [[steps]]
     lines = httpx.get(f"{address}/api/transcripts", params={"outcome": "failed", "rows": 3}).json()
     assert len(lines) == 3
-    assert all(line["score"] == 0 for line in lines)
+    assert all(line["reward"] == 0 and line["passed"] is False for line in lines)
     told = httpx.get(f"{address}/api/transcripts/{lines[0]['trajectory_id']}").json()
     assert [utterance["role"] for utterance in told["utterances"]] == ["user", "assistant", "tool", "assistant"]
     done = httpx.post(f"{address}/api/finish", timeout=60).json()

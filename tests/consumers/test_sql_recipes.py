@@ -44,8 +44,8 @@ def test_a_recipe_answers(two_runs: Store, recipe: str) -> None:
         assert {row[at] for row in answer.rows} >= {"run-1", "run-2"}
 
 
-def test_the_held_out_score_is_that_of_the_list_of_runs(two_runs: Store) -> None:
-    (recipe,) = (recipe for recipe in RECIPES if "held_out_score" in recipe)
+def test_pass_at_1_is_that_of_the_list_of_runs(two_runs: Store) -> None:
+    (recipe,) = (recipe for recipe in RECIPES if "pass_at_1" in recipe)
     shown = {(run, session): score for run, session, _, score in two_runs.ask(check_sql(recipe)).rows}
     listed = two_runs.ask(SESSIONS_OF_RUNS, {"runs": ["run-1", "run-2"]}).dicts()
     assert len(shown) == 2 * 2 * 2, "two runs, first and last version, sampled and greedy"
