@@ -176,7 +176,7 @@ def pass_over(codec: Codec, count: int) -> dict[str, Figure]:
 def _deliver_to(codec: Codec, values: list[bytes], run_id: str) -> None:
     address, unknown_ids = Address("messages", 0, 0), set[int]()
     for value in values:
-        decode_delivery(codec, address, b"key", value, unknown_ids, run_id)
+        decode_delivery(codec, address, b"key", value, unknown_ids, frozenset((run_id,)))
 
 
 # the driver compared with a bare loop

@@ -32,7 +32,6 @@ from replayground.deploy.experience.runs import (
 from replayground.deploy.local.folder import FieldFolder, create_run_folder
 from replayground.deploy.resolve import ResolvedConfig
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end, write_start
-from replayground.schemas.blobs import open_blobs
 from replayground.schemas.errors import BadInput, ReplaygroundError
 from replayground.schemas.events import StepTaken, VersionAddress, WeightsPublished
 from replayground.schemas.metrics import ProgramMetrics
@@ -256,18 +255,13 @@ class _Work:
         return not self._request.is_followed or not list_runs(self._log)[self._request.source].is_active
 
     def _train(self) -> None:
-        import torch
-
+        # Here, since it loads torch.
         from replayground.trainer.config import TrainerSettings
-        from replayground.trainer.engines.torch_engine import TorchEngine
-        from replayground.trainer.loop import train
+        from replayground.trainer.loop import run as run_trainer
 
-        settings = msgspec.convert(self._raw.get("trainer", {}), TrainerSettings)
         run = run_of(self._field, self._state, "trainer")
         run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, module=self._raw["job"]["module"]))
-        torch.set_num_threads(settings.threads)
-        with closing(open_log(run)) as log:
-            train(run, settings, log, open_blobs(run), TorchEngine(settings, run.seed), self._metrics, self._stop)
+        run_trainer(run, msgspec.convert(self._raw.get("trainer", {}), TrainerSettings), self._metrics, self._stop)
 
 
 def _result(log: Log, state: RunState, request: RetrainRequest) -> RetrainResult:

@@ -92,12 +92,13 @@ class Interrupted(MemoryLog):
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
+        partitions: Sequence[int] | None = None,
     ) -> MemoryReader:
         if self.away:
             self.away = False
             raise LogUnavailable("no leader")
-        return super().reader(topics, group, alone=alone, start=start, run_id=run_id)
+        return super().reader(topics, group, alone=alone, start=start, run_id=run_id, partitions=partitions)
 
 
 def test_a_log_that_is_away_for_a_moment_is_waited_for() -> None:

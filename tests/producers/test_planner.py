@@ -36,7 +36,8 @@ class DeafLog(MemoryLog):
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
+        partitions: Sequence[int] | None = None,
     ) -> MemoryReader:
         return DeafReader(self, topics, group)
 

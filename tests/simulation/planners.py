@@ -97,7 +97,7 @@ class PortionReader(MemoryReader):
         topics: Sequence[str],
         chance: random.Random,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
     ) -> None:
         super().__init__(log, topics, None, start, run_id)
         self._chance = chance
@@ -119,7 +119,8 @@ class PlannersLog(TroubledLog):
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
+        partitions: Sequence[int] | None = None,
     ) -> MemoryReader:
         return PortionReader(self.beneath, topics, self.fate.chance, start, run_id)
 

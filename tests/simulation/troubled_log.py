@@ -122,10 +122,11 @@ class TroubledLog:
         *,
         alone: bool = False,
         start: Sequence[Position] = (),
-        run_id: str | None = None,
+        run_id: str | frozenset[str] | None = None,
+        partitions: Sequence[int] | None = None,
     ) -> MemoryReader:
         if group is None:  # a program reads its own past back, which is never in portions
-            return MemoryReader(self.beneath, topics, None, start, run_id)
+            return MemoryReader(self.beneath, topics, None, start, run_id, partitions)
         self.begin_group(group, topics, start)
         return TroubledReader(self, topics, group, run_id)
 
@@ -136,7 +137,9 @@ class TroubledLog:
 class TroubledReader(MemoryReader):
     """Delivers a few messages of a few partitions, sometimes again from the last commit, as after a rebalance."""
 
-    def __init__(self, log: TroubledLog, topics: Sequence[str], group: str, run_id: str | None) -> None:
+    def __init__(
+        self, log: TroubledLog, topics: Sequence[str], group: str, run_id: str | frozenset[str] | None
+    ) -> None:
         super().__init__(log.beneath, topics, group, run_id=run_id)
         self._fate = log.fate
         self._group_name = group
@@ -176,7 +179,7 @@ class TroubledTransactor:
         self._fate = fate
         self._beneath = beneath
 
-    def commit(self, events: Sequence[Event], reader: Reader, tombstones: Sequence[Tombstone] = ()) -> None:
+    def commit(self, events: Sequence[Event], reader: Reader | None, tombstones: Sequence[Tombstone] = ()) -> None:
         assert isinstance(reader, TroubledReader)
         self._fate.may_kill()
         reader.in_transaction = True

@@ -4,6 +4,7 @@ broker: tests/deploy/test_rescore.py."""
 import random
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def rescored(
     for end in log.end_positions([TOPIC]):
         chosen = None if selections is None else selections.get(end.partition, PartitionSelection.empty())
         start = replace(end, offset=0)
-        wanted = PartitionRange(by.sources, start, lambda end=end: end.offset, trajectories_per_commit)
+        wanted = PartitionRange(by.sources, start, partial(int, end.offset), trajectories_per_commit)
         state = rescore_partition(
             REPLAY, log, Rescoring(by, chosen), wanted, lambda partition, state: None, threading.Event()
         )

@@ -44,8 +44,8 @@ from tests.torture.fuzz import harmless, names_another
 from tests.torture.oracle import events_of
 from tests.torture.progress import tell
 from tests.trainer.episodes import stockroom
-from tests.trainer.test_loop import DEMONSTRATIONS, everything
-from tests.trainer.test_loop import Field as TrainerField
+from tests.trainer.field import DEMONSTRATIONS, everything
+from tests.trainer.field import Field as TrainerField
 
 PATIENCE_SECONDS = 600.0
 RUN = run_of(steps=2, demonstrations=4)

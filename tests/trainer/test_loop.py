@@ -247,7 +247,7 @@ class FailingLog(MemoryLog):
         name: str,
         epoch: int,
         events: Sequence[Event],
-        reader: MemoryReader,
+        reader: MemoryReader | None,
         tombstones: Sequence[Tombstone] = (),
     ) -> None:
         self.attempts += 1
