@@ -109,6 +109,14 @@ class TracesClient:
         except OSError as error:
             raise ReplaygroundError(f"the report could not be made: {_reason(error)}") from error
 
+    def catch_up(self) -> None:
+        """Blocks until everything that is on the log now is in the store. Raises BadInput when it is refused, OSError
+        when the traces program does not answer."""
+        try:
+            self._ask("/api/catch-up", {}, timeout_seconds=300.0)
+        except urllib.error.HTTPError as error:
+            raise BadInput(_reason(error)) from error
+
     def reconcile(self, repair: bool) -> "list[PartitionComparison]":
         """Compares the trace store with the log, by partition. Raises BadInput when it is refused, OSError when the
         traces program does not answer."""

@@ -6,6 +6,7 @@ the newest run unless noted. An error is {"error": one sentence}: 404 for an unk
 GET  /api/runs           all runs of the field, newest first (consumers.reports.runs.RunEntry)
 POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds"}; without a run, over all runs
 GET  /api/overview       the state of the run (consumers.reports.overview.Overview)
+POST /api/catch-up       waits until the store has caught up with the log
 POST /api/finish         waits until the store has caught up with the log, then {"summary": …, "report": html}
 POST /api/reconcile      {"repair": bool} → store and log compared by partition (consumers.reconcile); without a run,
                          of the whole field
@@ -179,6 +180,11 @@ class Traces:
             scope = Scope(run_id=run.run_id, start=run.positions)
         return reconcile(source.log, self._store, lambda: self._await_written(source), repair, scope)
 
+    def catch_up(self) -> dict[str, Any]:
+        """Blocks until everything that is on the log now is in the store. Raises BadInput."""
+        self._await_written(self._require_source())
+        return {}
+
     def _summary_and_report(self, run: RunState) -> dict[str, Any]:
         now = now_microseconds()
         figures = summary(self._store, self._source.log if self._source else None, run, now)
@@ -218,6 +224,10 @@ def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
     @app.get("/api/overview")
     async def view(run: str | None = None) -> Response:
         return await _respond(lambda: traces.overview(run))
+
+    @app.post("/api/catch-up")
+    async def catch_up() -> Response:
+        return await _respond(traces.catch_up)
 
     @app.post("/api/finish")
     async def finish(run: str | None = None) -> Response:

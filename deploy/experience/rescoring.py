@@ -20,14 +20,20 @@ import msgspec
 from replayground.consumers.reports.runs import job_of
 from replayground.deploy import sources
 from replayground.deploy.experience.runs import config_of, heartbeat, new_run_id, origin_of, restored_config, run_of
-from replayground.deploy.experience.scorer_files import ChosenScorers, judges_of, require_known
+from replayground.deploy.experience.scorer_files import (
+    ChosenScorers,
+    bounded_by_name,
+    judges_of,
+    require_known,
+    require_replayable,
+)
 from replayground.deploy.experience.workers import Standing, Work, end_of, rescore, start_of
 from replayground.deploy.local.folder import FieldFolder, create_run_folder
 from replayground.deploy.resolve import ResolvedConfig
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end, write_start
 from replayground.schemas.blobs import open_blobs
 from replayground.schemas.errors import BadInput, LogBroken, ReplaygroundError
-from replayground.schemas.events import Position, RewardAssigned, RunFile
+from replayground.schemas.events import Position, RewardAssigned, RunFile, TrajectoriesSelected
 from replayground.schemas.job import Scorer
 from replayground.schemas.topics import TOPIC_BY_NAME
 from replayground.streams.log.connect import open_log
@@ -36,7 +42,7 @@ from replayground.streams.log.protocol import Log
 from replayground.streams.replay.cutting import cut_replay
 from replayground.streams.replay.request import RescoreRequest
 from replayground.streams.replay.rescoring import Judges, PartitionState, Rescoring
-from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition, find_selection
+from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition
 from replayground.streams.rules.comparison import Comparison, Judgement, compare, judgements
 from replayground.streams.rules.runs import RunState
 from replayground.streams.rules.scoring import versions_of
@@ -63,6 +69,8 @@ class Asked:
     module: str
     scorers: Mapping[str, Scorer]
     scorer_file: Path | None
+    selected: TrajectoriesSelected | None = None
+    "None = all of the sources"
 
 
 @dataclass
@@ -85,7 +93,6 @@ def ask(
     field_config: ResolvedConfig,
     states: Sequence[RunState],
     chosen: ChosenScorers,
-    selection: str = "",
     is_forced: bool = False,
 ) -> Asked:
     """Resolves a request. Raises BadInput for what the user can mend, such as sources that retention has removed."""
@@ -93,6 +100,7 @@ def ask(
     module = module_of(folder, field_config, first)
     scorers = judges_of(module, chosen.file)
     require_known(chosen.names, scorers)
+    require_replayable([scorers[name] for name in chosen.names or scorers], is_forced)
     start = tuple(_earliest(states))
     _require_there(log, start)
     job = job_of(first)
@@ -103,7 +111,6 @@ def ask(
         end=tuple(log.end_positions([TOPIC])),
         scorers=chosen.names,
         scorer_file="" if chosen.file is None else chosen.file.name,
-        selection=selection,
         is_forced=is_forced,
         weights_from=f"{origin.run_id}:{job_of(origin).first_version}",
         groups_per_batch=job.groups_per_batch,
@@ -133,10 +140,16 @@ def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, aske
         positions=end_positions(log),
         sources=asked.request.sources,
         scorers={name: version for name, version in versions_of(asked.scorers).items() if name in used},
-        request=msgspec.json.encode(asked.request).decode(),
+        request=msgspec.json.encode(_request(asked)).decode(),
     )
     create_run_folder(folder.run(run_id))
     return write_start(log, event)
+
+
+def _request(asked: Asked) -> RescoreRequest:
+    if asked.selected is None:
+        return asked.request
+    return msgspec.structs.replace(asked.request, selection=asked.selected.meta.id)
 
 
 def _stored(field_config: ResolvedConfig, file: Path | None) -> list[RunFile]:
@@ -240,8 +253,9 @@ class _Progress:
 def dry_run(log: Log, asked: Asked, states: Mapping[str, RunState], show: Shown) -> RescoreResult:
     """Judges and compares in this process, without writing anything."""
     request = asked.request
-    judges = Judges("dry-run", frozenset(request.sources), asked.scorers, request.scorers, request.advantage)
-    selections = by_partition(find_selection(log, request.selection)) if request.selection else None
+    scorers = bounded_by_name(asked.scorers, request.score_seconds_max)
+    judges = Judges("dry-run", frozenset(request.sources), scorers, request.scorers, request.advantage)
+    selections = None if asked.selected is None else by_partition(asked.selected)
     result = RescoreResult("dry-run")
     progress = _Progress(request, show, result.standings)
     began = time.monotonic()

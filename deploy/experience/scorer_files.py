@@ -6,7 +6,8 @@ from pathlib import Path
 
 from replayground.schemas.errors import BadInput
 from replayground.schemas.job import Scorer, load_job, load_module
-from replayground.streams.rules.scoring import BUILT_IN, scorers_by_name
+from replayground.streams.bounded_scoring import bounded
+from replayground.streams.rules.scoring import BUILT_IN, needs_of, scorers_by_name
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,36 @@ def judges_of(module: str, file: Path | None) -> Mapping[str, Scorer]:
     return built_in | scorers_in(file)
 
 
+def bounded_by_name(scorers: Mapping[str, Scorer], seconds: float) -> dict[str, Scorer]:
+    """The same scorers with a time limit for each trajectory."""
+    return {scorer.name: scorer for scorer in bounded(tuple(scorers.values()), seconds)}
+
+
 def require_known(names: Sequence[str], scorers: Mapping[str, Scorer]) -> None:
     """Raises BadInput for a name without a scorer."""
     for name in names:
         if name not in scorers:
             raise BadInput(f"there is no scorer {name}: there are {', '.join(sorted(scorers))}")
+
+
+def require_replayable(scorers: Sequence[Scorer], is_forced: bool) -> None:
+    """Raises BadInput for a scorer that a replay cannot give what it needs."""
+    for scorer in scorers:
+        needs = needs_of(scorer)
+        if needs == "sandbox":
+            raise BadInput(
+                f"scorer {scorer.name} needs the live sandbox, which is gone: score while the rollout lasts, or write one "
+                "that needs the trajectory alone"
+            )
+        if needs == "stored_world":
+            raise BadInput(
+                f"scorer {scorer.name} needs a stored snapshot of the world, and trajectories hold none: see docs/scorers.md"
+            )
+        if needs is None and not is_forced:
+            raise BadInput(
+                f'scorer {scorer.name} does not say what it needs: write @scorer(needs="trajectory") if the trajectory '
+                "is all that it looks at, or give --force"
+            )
 
 
 def _only_name(path: Path) -> str:

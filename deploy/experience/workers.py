@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from replayground.deploy.experience.scorer_files import judges_of
+from replayground.deploy.experience.scorer_files import bounded_by_name, judges_of
 from replayground.schemas.errors import BadInput, ReplaygroundError
 from replayground.schemas.events import Position
 from replayground.schemas.run import Run
@@ -82,16 +82,19 @@ def rescore(work: Work, processes: int, report: Callable[[Standing], None]) -> b
         workers.append((worker, ours))
     try:
         _follow([ours for _, ours in workers], report)
+        # Their pipes are closed: they are about to end by themselves.
+        for worker, _ in workers:
+            worker.join()
     except KeyboardInterrupt:
         return False
     finally:
-        for process, ours in workers:
-            process.terminate()
-            process.join()
+        for worker, ours in workers:
+            worker.terminate()
+            worker.join()
             ours.close()
-    for process, _ in workers:
-        if process.exitcode != 0:
-            raise ReplaygroundError(f"a worker of the replay ended with exit code {process.exitcode}: resume the run")
+    for worker, _ in workers:
+        if worker.exitcode != 0:
+            raise ReplaygroundError(f"a worker of the replay ended with exit code {worker.exitcode}: resume the run")
     return True
 
 
@@ -132,7 +135,7 @@ def _judge(work: Work, partitions: Sequence[int], pipe: Connection, stop: thread
     judges = Judges(
         run_id=run.run_id,
         sources=frozenset(request.sources),
-        scorers=judges_of(work.module, work.scorer_file),
+        scorers=bounded_by_name(judges_of(work.module, work.scorer_file), request.score_seconds_max),
         names=request.scorers,
         advantage=request.advantage,
     )

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from replayground.deploy.experience.retraining import RetrainResult
     from replayground.deploy.local.folder import FieldFolder
     from replayground.deploy.resolve import ResolvedConfig
-    from replayground.schemas.events import StepTaken, VersionAddress
+    from replayground.schemas.events import StepTaken, TrajectoriesSelected, VersionAddress
+    from replayground.streams.log.kafka import KafkaLog
     from replayground.streams.rules.comparison import Comparison
     from replayground.streams.rules.runs import RunState
 
@@ -42,6 +44,7 @@ def rescore(
     ] = None,
     where: Annotated[str, typer.Option(help="Only trajectories for which this SQL condition holds.")] = "",
     failed_only: Annotated[bool, typer.Option("--failed-only", help="Only attempts that have not passed.")] = False,
+    selection: Annotated[str, typer.Option(help="Only trajectories of this selection (see `select`).")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Judge and compare; write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also run scorers that do not say what they need.")] = False,
     processes: Annotated[int, typer.Option(help="Processes that share the partitions; 0 = one for each core.")] = 0,
@@ -65,9 +68,10 @@ def rescore(
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
         states = list_runs(log)
         sources = list({found.run_id: found for name in run if (found := find_run(states.values(), name))}.values())
-        if where or failed_only:
-            raise BadInput("--where and --failed-only are not there yet")
         asked = ask(log, folder, resolved, sources, chosen, is_forced=force)
+        if where or failed_only or selection:
+            selected = _selected(log, resolved, sources, where, failed_only, selection, is_kept=not dry_run)
+            asked = replace(asked, selected=selected)
         if dry_run:
             with _shown("judging") as show:
                 result = try_out(log, asked, states, show)
@@ -232,6 +236,32 @@ def _thinned(steps: "Sequence[StepTaken]") -> "Sequence[StepTaken]":
     if len(steps) <= _ROWS_MAX:
         return steps
     return [steps[round(number * (len(steps) - 1) / (_ROWS_MAX - 1))] for number in range(_ROWS_MAX)]
+
+
+def _selected(
+    log: "KafkaLog",
+    resolved: "ResolvedConfig",
+    sources: "Sequence[RunState]",
+    where: str,
+    failed_only: bool,
+    selection: str,
+    *,
+    is_kept: bool,
+) -> "TrajectoriesSelected":
+    """The selection that the options ask for; a new one is written to the log if it is kept. Raises BadInput."""
+    from replayground.deploy.experience.selecting import FAILED, Choice, find, select
+    from replayground.schemas.ids import new_id
+    from replayground.schemas.run import FIELD as THE_FIELD
+    from replayground.streams.replay.selection import find_selection
+
+    if selection:
+        if where or failed_only:
+            raise BadInput("--selection names trajectories already: leave out --where and --failed-only")
+        return find_selection(log, selection)
+    conditions = [f"({where})"] * bool(where) + [FAILED] * failed_only
+    choice = Choice(sources, " AND ".join(conditions))
+    make = select if is_kept else find
+    return make(log, resolved, choice, f"selection-{new_id()[:13]}", THE_FIELD)
 
 
 @contextmanager
