@@ -278,6 +278,8 @@ app.command()(commands.steer)
 app.command()(commands.submit)
 app.command()(experience.rescore)
 app.command()(experience.retrain)
+app.command()(experience.sft)
+app.command()(experience.select)
 app.add_typer(commands.dead_letters, name="dead-letters")
 app.add_typer(commands.blobs, name="blobs")
 

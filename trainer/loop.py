@@ -86,6 +86,30 @@ def run(run: Run, settings: TrainerSettings, program_metrics: ProgramMetrics, st
         log.close()
 
 
+def run_sft(
+    run: Run,
+    settings: TrainerSettings,
+    trajectories: Sequence[TrajectoryAssembled],
+    program_metrics: ProgramMetrics,
+    stop: threading.Event,
+) -> int | None:
+    """One SFT phase as a program: see train_sft."""
+    import torch
+
+    from replayground.streams.log.connect import open_log
+    from replayground.trainer.engines.torch_engine import TorchEngine
+
+    torch.set_num_threads(settings.threads)
+    log = open_log(run)
+    try:
+        engine = TorchEngine(settings, run.seed)
+        return train_sft(run, settings, log, open_blobs(run), engine, trajectories, program_metrics, stop)
+    except Fenced as error:
+        raise fencing_error(log, run, error) from error
+    finally:
+        log.close()
+
+
 def train(
     run: Run,
     settings: TrainerSettings,

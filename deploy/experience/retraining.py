@@ -1,4 +1,4 @@
-"""`replayground retrain`: trains on batches that are on the log, without one new rollout, as a run of its own.
+"""`replayground retrain` and `sft`: trains on batches that are on the log, without one new rollout, as a run of its own.
 
     batches of the source ─► copied into this run ─► trainer ─► its own steps and weight versions
 
@@ -33,7 +33,7 @@ from replayground.deploy.local.folder import FieldFolder, create_run_folder
 from replayground.deploy.resolve import ResolvedConfig
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end, write_start
 from replayground.schemas.errors import BadInput, ReplaygroundError
-from replayground.schemas.events import StepTaken, VersionAddress, WeightsPublished
+from replayground.schemas.events import StepTaken, TrajectoryAssembled, VersionAddress, WeightsPublished
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.run import version_address
 from replayground.streams.log.connect import open_log
@@ -41,8 +41,8 @@ from replayground.streams.log.kafka import KafkaLog
 from replayground.streams.log.protocol import Log
 from replayground.streams.log.weights import weights_at
 from replayground.streams.replay.copying import CopyRule, batches_from, copy_batches
-from replayground.streams.replay.request import RetrainRequest
-from replayground.streams.replay.selection import by_partition, find_selection
+from replayground.streams.replay.request import RetrainRequest, SftRequest
+from replayground.streams.replay.selection import addresses_of, by_partition, find_selection
 from replayground.streams.rules.runs import RunState
 
 SAMPLE_SIZE_MIN = 0.1
@@ -262,6 +262,110 @@ class _Work:
         run = run_of(self._field, self._state, "trainer")
         run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, module=self._raw["job"]["module"]))
         run_trainer(run, msgspec.convert(self._raw.get("trainer", {}), TrainerSettings), self._metrics, self._stop)
+
+
+def ask_sft(log: Log, selection: str, begin: VersionAddress) -> SftRequest:
+    """Resolves a request for SFT. Raises BadInput."""
+    if weights_at(log, begin) is None:
+        raise BadInput(
+            f"version {begin.version} of {begin.run_id} is not on the log: it was removed (versions_kept) or never existed"
+        )
+    return SftRequest(selection=selection, weights_from=f"{begin.run_id}:{begin.version}")
+
+
+def start_sft(
+    log: KafkaLog, folder: FieldFolder, source: RunState, request: SftRequest, overrides: Mapping[str, Any]
+) -> RunState:
+    """Writes RunStarted of an SFT: job and config are those of the run whose weights it begins with. Raises BadInput."""
+    raw = copy.deepcopy(config_of(source))
+    raw["job"] |= {"weights_from": request.weights_from, "demonstrations": 0, "steps": 1}
+    for setting, value in overrides.items():
+        set_setting(raw, setting, value)
+    parse_config(raw, Path("--set"))
+    run_id = new_run_id(log, "sft")
+    selected = find_selection(log, request.selection)
+    event = started_event(
+        run_id=run_id,
+        kind="sft",
+        config=msgspec.json.encode(raw).decode(),
+        files=list(source.files),
+        seed=source.seed,
+        code_version=sources.code_version(),
+        packages=sources.package_versions(),
+        positions=end_positions(log),
+        sources=sorted({source.run_id, *selected.runs}),
+        request=msgspec.json.encode(request).decode(),
+    )
+    create_run_folder(folder.run(run_id))
+    return write_start(log, event)
+
+
+def go_on_sft(
+    log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: Shown
+) -> RetrainResult | None:
+    """Continues an SFT to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
+    began = time.monotonic()
+    request = msgspec.json.decode(state.request, type=SftRequest)
+    try:
+        with heartbeat("trainer", field_config, state), logs_in(folder.run(state.run_id), "trainer"):
+            _SftWork(log, folder, field_config, state, request).go(show)
+    except KeyboardInterrupt:
+        write_end(log, state.run_id, state.starts, "stopped", "interrupted")
+        return None
+    except ReplaygroundError as error:
+        write_end(log, state.run_id, state.starts, "failed", str(error))
+        raise
+    result = RetrainResult(state.run_id, state.sources[0])
+    result.steps = [step for step in steps_of(log, state) if step.kind == "sft"]
+    result.seconds = time.monotonic() - began
+    write_end(log, state.run_id, state.starts, "finished", "fine-tuned")
+    return result
+
+
+class _SftWork:
+    """Fine-tunes in a thread, so that the terminal shows how far it is."""
+
+    def __init__(
+        self, log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, request: SftRequest
+    ) -> None:
+        self._log, self._field, self._state, self._request = log, field_config, state, request
+        self._raw = restored_config(folder, field_config, state)
+        self._stop = threading.Event()
+        self._metrics = ProgramMetrics()
+        self._failures: list[BaseException] = []
+
+    def go(self, show: Shown) -> None:
+        thread = threading.Thread(target=self._guarded, daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(_LOOK_SECONDS)
+                share = self._metrics.figures().get("progress", 0.0)
+                show(round(1000 * share), 1000, self._metrics.detail)
+        finally:
+            self._stop.set()
+            thread.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _guarded(self) -> None:
+        try:
+            self._train()
+        except BaseException as error:  # handed to the thread that waits
+            self._failures.append(error)
+
+    def _train(self) -> None:
+        # Here, since it loads torch.
+        from replayground.trainer.config import TrainerSettings
+        from replayground.trainer.loop import run_sft
+
+        run = run_of(self._field, self._state, "trainer")
+        run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, module=self._raw["job"]["module"]))
+        self._metrics.detail = "reading the chosen trajectories"
+        chosen = list(addresses_of(find_selection(self._log, self._request.selection)))
+        trajectories = [event for event in self._log.read_at(chosen) if isinstance(event, TrajectoryAssembled)]
+        settings = msgspec.convert(self._raw.get("trainer", {}), TrainerSettings)
+        run_sft(run, settings, trajectories, self._metrics, self._stop)
 
 
 def _result(log: Log, state: RunState, request: RetrainRequest) -> RetrainResult:

@@ -69,6 +69,10 @@ def require_known(names: Sequence[str], scorers: Mapping[str, Scorer]) -> None:
 def require_replayable(scorers: Sequence[Scorer], is_forced: bool) -> None:
     """Raises BadInput for a scorer that a replay cannot give what it needs."""
     for scorer in scorers:
+        if hasattr(scorer, "judged_by"):
+            raise BadInput(
+                f"scorer {scorer.name} asks a {scorer.judged_by}, which a replay does not: name other scorers"
+            )
         needs = needs_of(scorer)
         if needs == "sandbox":
             raise BadInput(

@@ -1,4 +1,4 @@
-"""The commands that use old experience again: rescore and retrain."""
+"""The commands that use old experience again: select, rescore, retrain and sft."""
 
 import os
 import sys
@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import batched
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
@@ -97,6 +99,8 @@ def retrain(
             "--from", metavar="[RUN:]VERSION", help="Weights to begin with; by default those of the first batch."
         ),
     ] = None,
+    where: Annotated[str, typer.Option(help="Only trajectories for which this SQL condition holds.")] = "",
+    selection: Annotated[str, typer.Option(help="Only trajectories of this selection (see `select`).")] = "",
     until: Annotated[int | None, typer.Option(help="The last version to make; by default one for every batch.")] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Also train on what an active run cuts from now on.")
@@ -137,7 +141,11 @@ def retrain(
                 _stopped(source.run_id)
             _report(done, is_dry=False)
         first = _version(begin, list_runs(log).values(), source.run_id)
-        request = retraining.ask(log, source, begin=first, until=until, is_followed=follow)
+        chosen_id = ""
+        if where or selection:
+            origins = [list_runs(log)[name] for name in source.sources] if source.kind == "replay" else [source]
+            chosen_id = _selected(log, resolved, origins, where, False, selection, is_kept=True).meta.id
+        request = retraining.ask(log, source, begin=first, until=until, selection=chosen_id, is_followed=follow)
         state = retraining.start(log, folder, source, request, overrides, force)
         echo(f"retraining as {state.run_id}, from {request.weights_from}")
         with _shown("training") as show:
@@ -145,6 +153,128 @@ def retrain(
         if result is None:
             _stopped(state.run_id)
         _report_steps(result)
+
+
+def sft(
+    where: Annotated[str, typer.Option(help="SQL condition that a trajectory meets to be learned from.")] = "",
+    run: Annotated[
+        list[str] | None,
+        typer.Option("--run", help="Only trajectories of this run; may be repeated. Default: all runs."),
+    ] = None,
+    selection: Annotated[str, typer.Option(help="Learn from this selection instead (see `select`).")] = "",
+    begin: Annotated[
+        str, typer.Option("--from", metavar="RUN[:VERSION]", help="Weights to begin with; the newest without VERSION.")
+    ] = "",
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SETTING=VALUE", help="Another setting, as trainer.sft.steps=200."),
+    ] = None,
+    field: Field = FIELD,
+) -> None:
+    """Fine-tune on chosen trajectories of any runs, as a run of its own that publishes one version.
+
+    Only the tokens that the agent itself said are learned. The choice is kept on the log as a selection.
+
+    Examples:  replayground sft --from 2026 --where "passed = 1 AND turns <= 3"  ·  replayground sft --from A:4 --selection good
+    """
+    from replayground.deploy.experience import retraining
+    from replayground.deploy.experience.evaluating import find_version
+    from replayground.deploy.field import open_field
+    from replayground.deploy.run_lifecycle import log_of
+    from replayground.deploy.runs import find_run, list_runs
+
+    if not begin:
+        raise BadInput("name the weights to begin with: --from RUN or --from RUN:VERSION")
+    if not where and not selection:
+        raise BadInput("say what to learn from: --where with a condition, or --selection")
+    overrides = _settings(setting or [])
+    with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
+        states = list_runs(log)
+        address, source = find_version(log, begin)
+        sources = [find_run(states.values(), name) for name in run] if run else list(states.values())
+        selected = _selected(log, resolved, sources, where, False, selection, is_kept=True)
+        request = retraining.ask_sft(log, selected.meta.id, address)
+        state = retraining.start_sft(log, folder, source, request, overrides)
+        echo(
+            f"fine-tuning as {state.run_id}, from {request.weights_from}, on {len(selected.partitions) // 4:,} trajectories"
+        )
+        with _shown("fine-tuning") as show:
+            result = retraining.go_on_sft(log, folder, resolved, state, show)
+        _report_sft(result or _stopped(state.run_id))
+
+
+def _report_sft(result: "RetrainResult") -> None:
+    for step in result.steps:
+        metrics = step.metrics
+        echo(
+            f"version {step.new_version}: loss {metrics.get('loss_first', 0.0):.3f} to {metrics.get('loss', 0.0):.3f} in "
+            f"{metrics.get('steps', 0):.0f} steps on {metrics.get('trajectories', 0):,.0f} trajectories "
+            f"({metrics.get('trajectories_refused', 0):,.0f} refused), {result.seconds:.1f} s"
+        )
+    echo(f"\nreplayground eval {result.run_id}   plays held-out tasks with it")
+
+
+def select(
+    name: Annotated[str, typer.Argument(help="Name of the selection.")],
+    where: Annotated[str, typer.Option(help="SQL condition over view trajectories, with reward and passed.")] = "",
+    run: Annotated[
+        list[str] | None,
+        typer.Option("--run", help="Only trajectories of this run; may be repeated. Default: all runs."),
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write its trajectories to this file, one JSON object a line.")
+    ] = None,
+    field: Field = FIELD,
+) -> None:
+    """Choose trajectories by SQL and keep the choice on the log under a name; without --where and --run, show one.
+
+    `rescore`, `retrain` and `sft` take it with --selection. Equal choices have the same digest.
+
+    Examples:  replayground select good --where "passed = 1 AND turns < 4"  ·  replayground select good --export good.jsonl
+    """
+    from replayground.deploy.experience.selecting import Choice
+    from replayground.deploy.experience.selecting import select as choose
+    from replayground.deploy.field import open_field
+    from replayground.deploy.run_lifecycle import log_of
+    from replayground.deploy.runs import find_run, list_runs
+    from replayground.schemas.run import FIELD as THE_FIELD
+    from replayground.streams.replay.selection import find_selection
+
+    with open_field(field, echo_error) as (_, resolved), log_of(resolved) as log:
+        if where or run:
+            states = list_runs(log)
+            sources = [find_run(states.values(), text) for text in run] if run else list(states.values())
+            selected = choose(log, resolved, Choice(sources, where), name, THE_FIELD)
+        else:
+            selected = find_selection(log, name)
+        echo(f"{selected.name}: {len(selected.partitions) // 4:,} trajectories of {len(selected.runs)} runs")
+        echo(f"  where   {selected.where or 'all'}")
+        echo(f"  id      {selected.meta.id}")
+        echo(f"  sha256  {selected.sha256}")
+        if export is not None:
+            echo(f"  {_export(log, selected, export):,} trajectories written to {export}")
+
+
+def _export(log: "KafkaLog", selected: "TrajectoriesSelected", file: Path) -> int:
+    """Writes the trajectories of a selection as JSON lines; packed tokens as base64. Returns how many. Raises BadInput."""
+    from replayground.streams.replay.selection import addresses_of
+
+    count = 0
+    part = file.with_name(file.name + ".part")
+    try:
+        with part.open("wb") as out:
+            for addresses in batched(addresses_of(selected), _EXPORTED_AT_ONCE):
+                for address, event in zip(addresses, log.read_at(addresses), strict=True):
+                    out.write(msgspec.json.encode({"address": address, "trajectory": event}) + b"\n")
+                    count += 1
+        # Only a whole file gets the name that was asked for.
+        part.replace(file)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be written: {error.strerror}") from error
+    return count
+
+
+_EXPORTED_AT_ONCE = 1000
 
 
 def resume(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState") -> None:
@@ -161,6 +291,10 @@ def resume(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState")
             with _shown("judging") as show:
                 rescored = rescoring.go_on(log, folder, resolved, state, os.cpu_count() or 1, show)
             _report(rescored or _stopped(state.run_id), is_dry=False)
+        elif state.kind == "sft":
+            with _shown("fine-tuning") as show:
+                tuned = retraining.go_on_sft(log, folder, resolved, state, show)
+            _report_sft(tuned or _stopped(state.run_id))
         else:
             with _shown("training") as show:
                 retrained = retraining.go_on(log, folder, resolved, state, show)
