@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replayground.deploy import authoring
-from replayground.deploy.operate import commands, experience, inspection
+from replayground.deploy.operate import commands, experience, inspection, tokens
 from replayground.deploy.options import FIELD, EchoOnce, Field, RunArgument, console
 from replayground.deploy.options import echo as _say
+from replayground.deploy.terminal_text import printable
 from replayground.schemas.errors import BadInput, ReplaygroundError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def main() -> None:
 
 def _fail(line: str, code: int) -> None:
     # Messages may quote output with line breaks; scripts that read stderr expect exactly one line.
-    print(" ".join(line.split()), file=sys.stderr, flush=True)
+    print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -282,6 +283,7 @@ app.command()(experience.sft)
 app.command()(experience.select)
 app.add_typer(commands.dead_letters, name="dead-letters")
 app.add_typer(commands.blobs, name="blobs")
+app.add_typer(tokens.tokens, name="tokens")
 
 
 @app.command()
