@@ -41,12 +41,13 @@ def main() -> None:
 
 def verdicts(session: Session, sql: str) -> tuple[bool, str]:
     """Whether the door says otherwise to a statement than to what ClickHouse's own formatter makes of it, and what."""
-    said = [verdict(session, sql)]
-    if not said[0].startswith("ClickHouse refused"):
+    said = verdict(session, sql)
+    try:
         formatted = session.run(f"SELECT formatQuerySingleLine({quoted(sql)})", "RawBLOB").decode(errors="replace")
-        said += [formatted, verdict(session, formatted)]
-        return said[0] != said[2], " | ".join(said)
-    return False, said[0]
+    except Refused:
+        return False, said
+    again = verdict(session, formatted)
+    return said != again, f"{said} | {formatted} | {again}"
 
 
 def verdict(session: Session, sql: str) -> str:

@@ -34,7 +34,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         asked(f"{url}/api/runs", program)
-        assert httpx.post(f"{url}/api/finish", timeout=120).status_code == 200  # everything is in the store
+        assert httpx.post(f"{url}/api/finish", json={}, timeout=120).status_code == 200  # everything is in the store
         yield url
     finally:
         program.communicate(timeout=30)
@@ -128,7 +128,7 @@ def test_sql_is_answered_on_the_page(page: Page) -> None:
     expect(page.get_by_role("cell", name="1", exact=True)).to_be_visible(timeout=20_000)
     page.locator("textarea").first.fill("SELECT file('/etc/passwd')")
     page.get_by_role("button", name="Ask").click()
-    expect(page.get_by_text("the function file is not allowed here")).to_be_visible(timeout=20_000)
+    expect(page.get_by_text("the function file is not about the traces")).to_be_visible(timeout=20_000)
 
 
 def test_the_interface_answers(address: str) -> None:
@@ -136,17 +136,17 @@ def test_the_interface_answers(address: str) -> None:
     assert view["finished"] is True
     assert view["steps"] == 12
     question = {"sql": "SELECT count() AS n FROM steps"}
-    answer = httpx.post(f"{address}/api/sql", json=question).json()
+    answer = httpx.post(f"{address}/api/sql", json=question, timeout=60).json()
     assert (answer["columns"], answer["rows"]) == (["n"], [[14 + 7]]), "SQL is asked of all runs"
     for run_id, steps in (("run-0", 7), ("run-1", 14)):
-        answer = httpx.post(f"{address}/api/sql", json=question, params={"run": run_id}).json()
+        answer = httpx.post(f"{address}/api/sql", json=question, params={"run": run_id}, timeout=60).json()
         assert answer["rows"] == [[steps]]
     lines = httpx.get(f"{address}/api/transcripts", params={"outcome": "failed", "rows": 3}).json()
     assert len(lines) == 3
     assert all(line["reward"] == 0 and line["passed"] is False for line in lines)
     told = httpx.get(f"{address}/api/transcripts/{lines[0]['trajectory_id']}").json()
     assert [utterance["role"] for utterance in told["utterances"]] == ["user", "assistant", "tool", "assistant"]
-    done = httpx.post(f"{address}/api/finish", timeout=60).json()
+    done = httpx.post(f"{address}/api/finish", json={}, timeout=60).json()
     assert done["summary"]["trace_rows"] == done["summary"]["log_events"]
     assert done["report"].startswith("<!doctype html>")
 
@@ -165,7 +165,7 @@ def test_everything_can_be_asked_of_an_older_run(address: str) -> None:
     older = {"run": "run-0"}
     view = httpx.get(f"{address}/api/overview", params=older).json()
     assert (view["run_id"], view["state"], view["steps"], view["steps_target"]) == ("run-0", "stopped", 5, 5)
-    done = httpx.post(f"{address}/api/finish", params=older, timeout=60).json()
+    done = httpx.post(f"{address}/api/finish", params=older, json={}, timeout=60).json()
     assert done["summary"]["run_id"] == "run-0"
     assert done["summary"]["trace_rows"] == done["summary"]["log_events"]
     assert "run-0" in httpx.get(f"{address}/api/report", params=older).text
@@ -196,7 +196,7 @@ def test_an_unknown_run_is_told_with_the_nearest_ones(address: str, method: str,
     "body", [b"", b"[]", b'{"sql": 1}', b'{"sql": "DROP TABLE events"}', b'{"sql": "SELECT nope FROM events"}']
 )
 def test_bad_questions_get_one_sentence(address: str, body: bytes) -> None:
-    answer = httpx.post(f"{address}/api/sql", content=body)
+    answer = httpx.post(f"{address}/api/sql", content=body, headers={"Content-Type": "application/json"}, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]
 
