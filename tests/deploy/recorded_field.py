@@ -1,9 +1,9 @@
 """A field on the broker of the session with a run that was played and scored, for tests of commands on old experience."""
 
-import uuid
 import contextlib
 import io
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from replayground.deploy.runs import end_positions, started_event, write_start
 from replayground.deploy.sources import store_files
 from replayground.schemas.blobs import open_blobs
 from replayground.schemas.events import Event, RolloutStarted
+from replayground.schemas.job import load_job
 from replayground.streams.driver import Driver
 from replayground.streams.hops.flow import hops
 from replayground.streams.log.protocol import Log
@@ -86,8 +87,7 @@ def record_run(field: FieldFolder, module: Path, answers: Sequence[Sequence[str]
         )
         write_start(log, start)
         play(log, run_id, answers, scorers)
-        # The scorers of the job are not needed: judges leave their trajectories to the program judge.
-        Driver(log, hops((), "centred"), run_id).run_until_caught_up()
+        Driver(log, hops(load_job(str(module)).scorers, "centred"), run_id).run_until_caught_up()
     return run_id
 
 
