@@ -15,7 +15,7 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from replayground.deploy.options import FIELD, Field, console, echo, echo_error
+from replayground.deploy.options import FIELD, Field, console, echo, echo_error, one_line
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
@@ -493,11 +493,6 @@ def _print_changes(found: "Comparison") -> None:
             change.trajectory_id,
             f"{change.before.reward:.3g}",
             f"{change.after.reward:.3g}",
-            _short(change.after.evidence),
+            one_line(change.after.evidence, _TEXT_CHARACTERS_MAX),
         )
     console.print(table, markup=False)
-
-
-def _short(text: str) -> str:
-    shown = "".join(character if character.isprintable() else " " for character in text)
-    return shown if len(shown) <= _TEXT_CHARACTERS_MAX else shown[: _TEXT_CHARACTERS_MAX - 1] + "…"
