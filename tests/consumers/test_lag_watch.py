@@ -12,9 +12,7 @@ from tests.consumers.synthetic_run import SyntheticRun, run_of
 def test_every_declared_group_is_watched_once() -> None:
     groups = groups_of("r")
     assert [group.program for group in groups] == [access.program for access in ACCESS if access.consumes]
-    assert {group.name for group in groups} == {
-        *("rollouts-r", "streams-r", "judge-r", "cut-r", "trainer-r", "traces")
-    }
+    assert {group.name for group in groups} == {*("rollouts-r", "streams-r", "judge-r", "cut-r", "trainer-r", "traces")}
 
 
 def test_the_field_has_only_groups_of_its_own() -> None:
