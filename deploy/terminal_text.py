@@ -12,6 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+_TAB = "    "
+
 
 def printable(text: str, kept: str = "") -> str:
     """The text with every character that is not printable shown as an escape, except those in `kept`."""
@@ -20,9 +22,15 @@ def printable(text: str, kept: str = "") -> str:
     return "".join(char if char.isprintable() or char in kept else _escape(char) for char in text)
 
 
-def printable_lines(text: str) -> str:
-    """The same for a text of several lines."""
-    return printable(text, kept="\n")
+def plain(text: str) -> str:
+    """The same for a text of several lines; a tab is four spaces."""
+    return printable(text.replace("\t", _TAB), kept="\n")
+
+
+def one_line(text: str, characters_max: int) -> str:
+    """The text on one line: what does not print is a space, and what is too long is cut."""
+    shown = "".join(character if character.isprintable() else " " for character in text)
+    return shown if len(shown) <= characters_max else shown[: characters_max - 1] + "…"
 
 
 def printable_json(text: str) -> str:

@@ -12,14 +12,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from replayground.consumers.reports.runs import job_of
 from replayground.deploy import sources
-from replayground.deploy.experience.runs import config_of, heartbeat, new_run_id, origin_of, restored_config, run_of
+from replayground.deploy.experience.runs import (
+    ShowProgress,
+    config_of,
+    heartbeat,
+    new_run_id,
+    origin_of,
+    restored_config,
+    run_of,
+)
 from replayground.deploy.experience.scorer_files import (
     ChosenScorers,
     bounded_by_name,
@@ -43,7 +52,7 @@ from replayground.streams.replay.cutting import cut_replay
 from replayground.streams.replay.request import RescoreRequest
 from replayground.streams.replay.rescoring import Judges, PartitionState, Rescoring
 from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition
-from replayground.streams.rules.comparison import Comparison, Judgement, compare, judgements
+from replayground.streams.rules.comparison import Comparison, JudgedAttempt, compare, judgements
 from replayground.streams.rules.runs import RunState
 from replayground.streams.rules.scoring import versions_of
 
@@ -53,14 +62,8 @@ PARTITIONS = TOPIC_BY_NAME[TOPIC].partitions
 _POLL_EVENTS = 2000
 
 
-class Shown(Protocol):
-    """Shows the progress of long work."""
-
-    def __call__(self, done: int, total: int, detail: str) -> None: ...
-
-
 @dataclass(frozen=True)
-class Asked:
+class RescorePlan:
     """A request whose parts all exist, before anything is written."""
 
     request: RescoreRequest
@@ -94,7 +97,7 @@ def ask(
     states: Sequence[RunState],
     chosen: ChosenScorers,
     is_forced: bool = False,
-) -> Asked:
+) -> RescorePlan:
     """Resolves a request. Raises BadInput for what the user can mend, such as sources that retention has removed."""
     first = states[0]
     module = module_of(folder, field_config, first)
@@ -116,7 +119,7 @@ def ask(
         groups_per_batch=job.groups_per_batch,
         advantage=config_of(first).get("streams", {}).get("advantage", "centred"),
     )
-    return Asked(request, first, module, scorers, chosen.file)
+    return RescorePlan(request, first, module, scorers, chosen.file)
 
 
 def module_of(folder: FieldFolder, field_config: ResolvedConfig, state: RunState) -> str:
@@ -125,7 +128,7 @@ def module_of(folder: FieldFolder, field_config: ResolvedConfig, state: RunState
     return module
 
 
-def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, asked: Asked) -> RunState:
+def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, asked: RescorePlan) -> RunState:
     """Writes RunStarted of the replay. Raises BadInput, LogUnavailable."""
     run_id = new_run_id(log, "rescore")
     used = asked.request.scorers or tuple(asked.scorers)
@@ -146,7 +149,7 @@ def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, aske
     return write_start(log, event)
 
 
-def _request(asked: Asked) -> RescoreRequest:
+def _request(asked: RescorePlan) -> RescoreRequest:
     if asked.selected is None:
         return asked.request
     return msgspec.structs.replace(asked.request, selection=asked.selected.meta.id)
@@ -165,7 +168,7 @@ def go_on(
     field_config: ResolvedConfig,
     state: RunState,
     processes: int,
-    show: Shown,
+    show: ShowProgress,
 ) -> RescoreResult | None:
     """Continues a replay to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
     began = time.monotonic()
@@ -191,7 +194,7 @@ def _do(
     field_config: ResolvedConfig,
     state: RunState,
     processes: int,
-    show: Shown,
+    show: ShowProgress,
 ) -> RescoreResult | None:
     request = msgspec.json.decode(state.request, type=RescoreRequest)
     run = run_of(field_config, state, "replay")
@@ -237,7 +240,7 @@ def _require_same_versions(state: RunState, scorers: Mapping[str, Scorer]) -> No
 class _Progress:
     """Sums up what the workers report."""
 
-    def __init__(self, request: RescoreRequest, show: Shown, standings: dict[int, Standing]) -> None:
+    def __init__(self, request: RescoreRequest, show: ShowProgress, standings: dict[int, Standing]) -> None:
         self._starts = {end.partition: start_of(request, end.partition).offset for end in request.end}
         self._total = sum(end.offset - self._starts[end.partition] for end in request.end)
         self._show = show
@@ -250,8 +253,10 @@ class _Progress:
         self._show(done, self._total, f"{judged:,} judged")
 
 
-def dry_run(log: Log, asked: Asked, states: Mapping[str, RunState], show: Shown) -> RescoreResult:
-    """Judges and compares in this process, without writing anything."""
+def dry_run(
+    log: Log, asked: RescorePlan, states: Mapping[str, RunState], show: ShowProgress, limit: int | None = None
+) -> RescoreResult:
+    """Judges and compares in this process, without writing anything; with a limit, so many trajectories at most."""
     request = asked.request
     scorers = bounded_by_name(asked.scorers, request.score_seconds_max)
     judges = Judges("dry-run", frozenset(request.sources), scorers, request.scorers, request.advantage)
@@ -262,15 +267,33 @@ def dry_run(log: Log, asked: Asked, states: Mapping[str, RunState], show: Shown)
     for partition in range(PARTITIONS):
         chosen = None if selections is None else selections.get(partition, PartitionSelection.empty())
         state = PartitionState(start_of(request, partition).offset)
-        rewards = _judged(log, Rescoring(judges, chosen), request, partition, state, progress)
+        # What is left is shared by the partitions that are left, as some may have less than their share.
+        share = None if limit is None else -((result.total("trajectories") - limit) // (PARTITIONS - partition))
+        if share == 0:
+            break
+        rewards = _judged(log, Rescoring(judges, chosen), request, partition, state, progress, share)
         before = _old_judgements(log, request, states, partition)
+        if share is not None:
+            # All of them now: where to stop reading the old ones is known only then.
+            rewards = iter(list(rewards))
+            before = takewhile(partial(_is_before, state.offset), before)
         result.comparison += compare(before, judgements(rewards), partition)
     result.seconds = time.monotonic() - began
     return result
 
 
+def _is_before(offset: int, judgement: JudgedAttempt) -> bool:
+    return judgement.offset < offset
+
+
 def _judged(
-    log: Log, fold: Rescoring, request: RescoreRequest, partition: int, state: PartitionState, progress: _Progress
+    log: Log,
+    fold: Rescoring,
+    request: RescoreRequest,
+    partition: int,
+    state: PartitionState,
+    progress: _Progress,
+    limit: int | None,
 ) -> Iterator[RewardAssigned]:
     end = end_of(request, partition)
     start = [start_of(request, partition)]
@@ -278,6 +301,9 @@ def _judged(
     with closing(reader):
         while state.offset < end and not reader.caught_up():
             for delivery in reader.poll(_POLL_EVENTS, 0.2):
+                if state.counts.trajectories == limit:
+                    progress(Standing(partition, end, state.counts))
+                    return
                 state.offset = delivery.address.offset + 1
                 if delivery.event is None or delivery.address.offset >= end:
                     continue
@@ -298,7 +324,7 @@ def compare_runs(log: Log, request: RescoreRequest, states: Mapping[str, RunStat
 
 def _old_judgements(
     log: Log, request: RescoreRequest, states: Mapping[str, RunState], partition: int
-) -> Iterator[Judgement]:
+) -> Iterator[JudgedAttempt]:
     """Of all sources, in the order of the trajectories."""
     # One reader for each: the streams of two runs are not equally fast, so their rewards are not in one order.
     of_sources = [judgements(_rewards(log, states[source], partition)) for source in request.sources]
