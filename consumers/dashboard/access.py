@@ -84,8 +84,8 @@ class Throttle:
             self._marks.popitem(last=False)
 
     def is_full(self, name: str) -> bool:
-        marks = self._marks.get(name, ())
-        return len(marks) == self._marks_max and marks[0] > self._clock() - self._seconds
+        marks = self._marks.get(name)
+        return marks is not None and len(marks) == self._marks_max and marks[0] > self._clock() - self._seconds
 
 
 class Access:

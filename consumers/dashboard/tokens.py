@@ -57,7 +57,7 @@ class TokenFile:
         self._seen: tuple[int, int, int] | None = None
         self._by_hash: dict[str, Token] = {}
 
-    def list(self) -> "list[Token]":
+    def tokens(self) -> list[Token]:
         """All tokens, revoked ones too. Raises BadInput when the file is damaged."""
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=list[Token])
@@ -70,7 +70,7 @@ class TokenFile:
         """Makes a token and returns it; it cannot be read again. Raises BadInput."""
         if not name.isprintable() or not 0 < len(name) <= _NAME_CHARACTERS_MAX:
             raise BadInput(f"a token is named by 1 to {_NAME_CHARACTERS_MAX} printable characters")
-        tokens = self.list()
+        tokens = self.tokens()
         if any(token.name == name and not token.revoked_at for token in tokens):
             raise BadInput(f"{name} has a token: revoke it first, or choose another name")
         secret = _BEGINNING + secrets.token_urlsafe(32)
@@ -79,7 +79,7 @@ class TokenFile:
 
     def revoke(self, name: str, now: int) -> None:
         """Raises BadInput when nobody of this name has a token that works."""
-        tokens = self.list()
+        tokens = self.tokens()
         if not any(token.name == name and not token.revoked_at for token in tokens):
             raise BadInput(f"{name} has no token: `replayground tokens list` shows them")
         self._write([_revoked(token, now) if token.name == name else token for token in tokens])
@@ -104,10 +104,10 @@ class TokenFile:
         # Replaced as a whole at each change: a new inode.
         seen = (now.st_ino, now.st_mtime_ns, now.st_size)
         if seen != self._seen:
-            self._by_hash = {token.sha256: token for token in self.list() if not token.revoked_at}
+            self._by_hash = {token.sha256: token for token in self.tokens() if not token.revoked_at}
             self._seen = seen
 
-    def _write(self, tokens: "list[Token]") -> None:
+    def _write(self, tokens: list[Token]) -> None:
         # mkstemp makes it readable for its owner alone.
         descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=".tokens-")
         with os.fdopen(descriptor, "wb") as file:

@@ -385,7 +385,7 @@ def _checks(settings: TracesSettings) -> dict[str, Any]:
     if settings.bind in _LOOPBACK_ADDRESSES:
         return {"hosts": LOOPBACK_NAMES, "is_tls": bool(settings.tls_key)}
     tokens = TokenFile(Path(settings.tokens)) if settings.tokens else None
-    if tokens is None or all(token.revoked_at for token in tokens.list()):
+    if tokens is None or all(token.revoked_at for token in tokens.tokens()):
         raise BadInput(
             f"[traces] bind = {settings.bind} lets other machines in, and nobody has a token: "
             "`replayground tokens add NAME --role viewer` makes one"

@@ -47,7 +47,7 @@ def list_tokens(field: Field = FIELD) -> None:
 
     Example:  replayground tokens list
     """
-    found = _file_of(field).list()
+    found = _file_of(field).tokens()
     if not found:
         echo("nobody has a token: the page can be opened on this machine alone")
         return

@@ -1,10 +1,14 @@
 """The page in a real Chromium, and the interface that it rests on."""
 
+import functools
+import http.server
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -199,6 +203,57 @@ def test_bad_questions_get_one_sentence(address: str, body: bytes) -> None:
     answer = httpx.post(f"{address}/api/sql", content=body, headers={"Content-Type": "application/json"}, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]
+
+
+def test_a_page_of_another_origin_can_send_nothing(address: str, tmp_path: Path) -> None:
+    """In Chromium: what a stranger's page sends is refused, and the page is shown in no frame of it."""
+    (tmp_path / "index.html").write_text(f"<!doctype html><iframe src='{address}/'></iframe>")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as stranger, sync_playwright() as playwright:
+        threading.Thread(target=stranger.serve_forever).start()
+        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        opened = browser.new_page()
+        # Another port of the same machine is another origin, and the same site: the nearest that a stranger gets.
+        opened.goto(f"http://127.0.0.1:{stranger.server_address[1]}/index.html")
+        sent = opened.evaluate(_STRANGER, address)
+        framed = opened.frames[1].url
+        browser.close()
+        stranger.shutdown()
+    assert sent == {"sql": "opaque", "finish": "opaque", "json": "refused", "socket": "closed", "polling": "refused"}
+    assert framed.startswith("chrome-error:")
+    for path in ("sql", "finish", "reconcile"):
+        answer = httpx.post(
+            f"{address}/api/{path}", content=b'{"sql": "SELECT 1"}', headers={"Content-Type": "text/plain"}
+        )
+        assert answer.status_code == 415
+        elsewhere = {"Origin": "http://evil.example"}
+        assert httpx.post(f"{address}/api/{path}", json={}, headers=elsewhere).status_code == 403
+        near = {"Sec-Fetch-Site": "same-site"}
+        assert httpx.post(f"{address}/api/{path}", json={}, headers=near).status_code == 403
+
+
+_STRANGER = """async (address) => {
+    const sent = async (path, options) => {
+        try { return (await fetch(address + path, options)).type; } catch (error) { return "refused"; }
+    };
+    const simple = {method: "POST", mode: "no-cors", body: '{"sql": "SELECT 1"}'};
+    const json = {method: "POST", headers: {"Content-Type": "application/json"}, body: '{"sql": "SELECT 1"}'};
+    const socket = new WebSocket(address.replace("http", "ws") + "/_nicegui_ws/socket.io/?EIO=4&transport=websocket");
+    const ended = new Promise((found) => { socket.onopen = () => found("open"); socket.onclose = () => found("closed"); });
+    return {
+        sql: await sent("/api/sql", simple), finish: await sent("/api/finish", simple), json: await sent("/api/sql", json),
+        socket: await ended, polling: await sent("/_nicegui_ws/socket.io/?EIO=4&transport=polling", {}),
+    };
+}"""
+
+
+def test_responses_say_how_they_may_be_used(address: str) -> None:
+    for path in ("/", "/api/runs"):
+        headers = httpx.get(f"{address}{path}", timeout=60).headers
+        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Referrer-Policy"] == "no-referrer"
 
 
 def test_another_name_for_this_machine_is_not_answered(address: str) -> None:

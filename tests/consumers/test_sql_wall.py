@@ -250,11 +250,7 @@ def test_a_question_sees_what_was_inserted_before_it(field: Field, people: Peopl
     before = people.ask("SELECT count() FROM events").rows[0][0]
     store = Store(field.settings.dsn, DATABASE, threads=1)
     row = store.ask("SELECT max(offset) FROM events WHERE topic = 'steps'").rows[0][0]
-    store.insert(
-        [
-            {"topic": "steps", "partition": 9, "offset": row + 1, "type": "undecodable", "body": "{}"}  # type: ignore[typeddict-item]
-        ]
-    )
+    store.insert([{"topic": "steps", "partition": 9, "offset": row + 1, "type": "undecodable", "body": "{}"}])
     store.close()
     assert people.ask("SELECT count() FROM events").rows == [[before + 1]]
 
