@@ -42,9 +42,3 @@ class EchoOnce:
         if line not in self._said:
             self._said.add(line)
             echo(line)
-
-
-def one_line(text: str, characters_max: int) -> str:
-    """Text that an agent or a user wrote, safe to print in one line: nothing of it moves the cursor."""
-    shown = "".join(character if character.isprintable() else " " for character in text)
-    return shown if len(shown) <= characters_max else shown[: characters_max - 1] + "…"

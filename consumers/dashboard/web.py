@@ -32,6 +32,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from replayground.consumers.clickhouse.columns import TABLES_STORED
 from replayground.consumers.clickhouse.query_cache import QueryCache
 from replayground.consumers.clickhouse.sql_guard import check_sql
 from replayground.consumers.clickhouse.store import Store, StoreFailed
@@ -365,8 +366,8 @@ def _json(content: Any, status: int) -> Response:
 def _only(run_id: str) -> str:
     """Value of additional_table_filters that hides the rows of other runs from the statement and the views it reads."""
     # Quoted twice: a condition in SQL inside a map literal.
-    condition = f"run_id = {_quoted(run_id)}"
-    return f"{{'events': {_quoted(condition)}}}"
+    condition = _quoted(f"run_id = {_quoted(run_id)}")
+    return f"{{{', '.join(f'{_quoted(table)}: {condition}' for table in TABLES_STORED)}}}"
 
 
 def _quoted(text: str) -> str:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -19,7 +21,7 @@ import msgspec
 from replayground.consumers.reports.runs import job_of
 from replayground.deploy import sources
 from replayground.deploy.experience.runs import (
-    ShowWork,
+    ShowProgress,
     config_of,
     heartbeat,
     origin_of,
@@ -51,7 +53,7 @@ from replayground.streams.replay.cutting import cut_replay
 from replayground.streams.replay.request import RescoreRequest
 from replayground.streams.replay.rescoring import Judges, PartitionState, Rescoring
 from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition
-from replayground.streams.rules.comparison import Comparison, Judgement, compare, judgements
+from replayground.streams.rules.comparison import Comparison, JudgedAttempt, compare, judgements
 from replayground.streams.rules.runs import RunState
 from replayground.streams.rules.scoring import BUILT_IN, versions_of
 
@@ -215,7 +217,7 @@ def go_on(
     field_config: ResolvedConfig,
     state: RunState,
     processes: int,
-    show: ShowWork,
+    show: ShowProgress,
 ) -> RescoreResult | None:
     """Continues a replay to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
     began = time.monotonic()
@@ -241,7 +243,7 @@ def _do(
     field_config: ResolvedConfig,
     state: RunState,
     processes: int,
-    show: ShowWork,
+    show: ShowProgress,
 ) -> RescoreResult | None:
     request = msgspec.json.decode(state.request, type=RescoreRequest)
     run = run_of(field_config, state, "replay")
@@ -287,7 +289,7 @@ def _require_same_versions(state: RunState, scorers: Mapping[str, Scorer]) -> No
 class _Progress:
     """Sums up what the workers report."""
 
-    def __init__(self, request: RescoreRequest, show: ShowWork, standings: dict[int, Standing]) -> None:
+    def __init__(self, request: RescoreRequest, show: ShowProgress, standings: dict[int, Standing]) -> None:
         self._starts = {end.partition: start_of(request, end.partition).offset for end in request.end}
         self._total = sum(end.offset - self._starts[end.partition] for end in request.end)
         self._show = show
@@ -302,8 +304,10 @@ class _Progress:
         self._show(done, self._total, f"{judged:,} judged")
 
 
-def dry_run(log: Log, asked: RescorePlan, states: Mapping[str, RunState], show: ShowWork) -> RescoreResult:
-    """Judges and compares in this process, without writing anything."""
+def dry_run(
+    log: Log, asked: RescorePlan, states: Mapping[str, RunState], show: ShowProgress, limit: int | None = None
+) -> RescoreResult:
+    """Judges and compares in this process, without writing anything; with a limit, so many trajectories at most."""
     request = asked.request
     scorers = bounded_by_name(asked.scorers, request.score_seconds_max)
     judges = Judges("dry-run", frozenset(request.sources), scorers, request.scorers, request.advantage)
@@ -314,15 +318,33 @@ def dry_run(log: Log, asked: RescorePlan, states: Mapping[str, RunState], show: 
     for partition in range(PARTITIONS):
         chosen = None if selections is None else selections.get(partition, PartitionSelection.empty())
         state = PartitionState(start_of(request, partition).offset)
-        rewards = _judged(log, Rescoring(judges, chosen), request, partition, state, progress)
+        # What is left is shared by the partitions that are left, as some may have less than their share.
+        share = None if limit is None else -((result.total("trajectories") - limit) // (PARTITIONS - partition))
+        if share == 0:
+            break
+        rewards = _judged(log, Rescoring(judges, chosen), request, partition, state, progress, share)
         before = _old_judgements(log, request, states, partition)
+        if share is not None:
+            # All of them now: where to stop reading the old ones is known only then.
+            rewards = iter(list(rewards))
+            before = takewhile(partial(_is_before, state.offset), before)
         result.comparison += compare(before, judgements(rewards), partition)
     result.seconds = time.monotonic() - began
     return result
 
 
+def _is_before(offset: int, judgement: JudgedAttempt) -> bool:
+    return judgement.offset < offset
+
+
 def _judged(
-    log: Log, fold: Rescoring, request: RescoreRequest, partition: int, state: PartitionState, progress: _Progress
+    log: Log,
+    fold: Rescoring,
+    request: RescoreRequest,
+    partition: int,
+    state: PartitionState,
+    progress: _Progress,
+    limit: int | None,
 ) -> Iterator[RewardAssigned]:
     end = end_of(request, partition)
     start = [start_of(request, partition)]
@@ -330,6 +352,9 @@ def _judged(
     with closing(reader):
         while state.offset < end and not reader.caught_up():
             for delivery in reader.poll(_POLL_EVENTS, 0.2):
+                if state.counts.trajectories == limit:
+                    progress(Standing(partition, end, state.counts))
+                    return
                 state.offset = delivery.address.offset + 1
                 if delivery.event is None or delivery.address.offset >= end:
                     continue
@@ -350,7 +375,7 @@ def compare_runs(log: Log, request: RescoreRequest, states: Mapping[str, RunStat
 
 def _old_judgements(
     log: Log, request: RescoreRequest, states: Mapping[str, RunState], partition: int
-) -> Iterator[Judgement]:
+) -> Iterator[JudgedAttempt]:
     """Of all sources, in the order of the trajectories."""
     # One reader for each: the streams of two runs are not equally fast, so their rewards are not in one order.
     of_sources = [judgements(_rewards(log, states[source], partition)) for source in request.sources]

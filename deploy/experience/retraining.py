@@ -22,7 +22,7 @@ from replayground.consumers.reports.runs import job_of
 from replayground.deploy import sources
 from replayground.deploy.config import parse_config, set_setting
 from replayground.deploy.experience.runs import (
-    ShowWork,
+    ShowProgress,
     config_of,
     heartbeat,
     logs_in,
@@ -247,7 +247,7 @@ def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def go_on(
-    log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowWork
+    log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowProgress
 ) -> RetrainResult | None:
     """Continues a retraining to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
     began = time.monotonic()
@@ -288,7 +288,7 @@ class _Work:
         self._source = list_runs(log)[request.source]
         self._first_version = version_address(request.weights_from).version
 
-    def go(self, show: ShowWork) -> None:
+    def go(self, show: ShowProgress) -> None:
         """Blocks until the last version is published. Raises what a thread raised."""
         threads = [
             threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in (self._copy, self._train)
@@ -313,7 +313,7 @@ class _Work:
             self._failures.append(error)
             self._stop.set()
 
-    def _look(self, show: ShowWork) -> None:
+    def _look(self, show: ShowProgress) -> None:
         taken = int(self._metrics.figures().get("version", self._first_version)) - self._first_version
         show(taken, self._batches or 0, self._metrics.detail)
         if self._batches is not None and taken >= self._batches:
@@ -344,7 +344,9 @@ class _Work:
 
         run = run_of(self._field, self._state, "trainer")
         run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, module=self._raw["job"]["module"]))
-        run_trainer(run, msgspec.convert(self._raw.get("trainer", {}), TrainerSettings), self._metrics, self._stop)
+        settings = msgspec.convert(self._raw.get("trainer", {}), TrainerSettings)
+        # Somebody waits at the terminal: a step that is refused ends the run with its reason.
+        run_trainer(run, settings, self._metrics, self._stop, pauses_when_refused=False)
 
 
 def ask_sft(
@@ -398,7 +400,7 @@ def start_sft(
 
 
 def go_on_sft(
-    log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowWork
+    log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowProgress
 ) -> RetrainResult | None:
     """Continues an SFT to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
     began = time.monotonic()
@@ -431,7 +433,7 @@ class _SftWork:
         self._metrics = ProgramMetrics()
         self._failures: list[BaseException] = []
 
-    def go(self, show: ShowWork) -> None:
+    def go(self, show: ShowProgress) -> None:
         thread = threading.Thread(target=self._guarded, daemon=True)
         thread.start()
         try:

@@ -27,12 +27,6 @@ from replayground.streams.rules.runs import RunState
 _TRIES_MAX = 10
 
 
-class ShowWork(Protocol):
-    """Shows the progress of long work."""
-
-    def __call__(self, done: int, total: int, detail: str) -> None: ...
-
-
 def write_new_run(log: Log, what: str, made: Callable[[str], RunStarted]) -> RunState:
     """Writes RunStarted, which `made` makes for an id. Two commands that start in one second get two ids. Raises BadInput,
     LogUnavailable."""
@@ -43,6 +37,12 @@ def write_new_run(log: Log, what: str, made: Callable[[str], RunStarted]) -> Run
         except RunIdTaken:
             continue
     raise BadInput(f"others took {_TRIES_MAX} ids for this {what} meanwhile: try again")
+
+
+class ShowProgress(Protocol):
+    """Shows the progress of long work."""
+
+    def __call__(self, done: int, total: int, detail: str) -> None: ...
 
 
 def new_run_id(log: Log, what: str) -> str:

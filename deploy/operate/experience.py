@@ -16,13 +16,14 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from replayground.deploy.options import FIELD, Field, console, echo, echo_error, one_line
+from replayground.deploy.options import FIELD, Field, console, echo, echo_error
+from replayground.deploy.terminal_text import one_line
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
     from replayground.deploy.experience.rescoring import RescoreResult
     from replayground.deploy.experience.retraining import RetrainResult
-    from replayground.deploy.experience.runs import ShowWork
+    from replayground.deploy.experience.runs import ShowProgress
     from replayground.deploy.local.folder import FieldFolder
     from replayground.deploy.resolve import ResolvedConfig
     from replayground.schemas.events import StepTaken, TrajectoriesSelected, VersionAddress
@@ -90,13 +91,13 @@ def rescore(
             selected, is_new = _selected(log, resolved, sources, condition, selection)
             asked = replace(asked, selected=selected, is_selection_new=is_new)
         if dry_run:
-            with _shown("judging") as show:
+            with shown_progress("judging") as show:
                 result = try_out(log, asked, states, show)
             _report(result, is_dry=True)
             return
         state = start(log, folder, resolved, asked)
         echo(f"rescoring as {state.run_id}")
-        with _shown("judging") as show:
+        with shown_progress("judging") as show:
             done = go_on(log, folder, resolved, state, processes or os.cpu_count() or 1, show)
         if done is None:
             _stopped(state.run_id)
@@ -152,7 +153,7 @@ def retrain(
             asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
             source = rescoring.start(log, folder, resolved, asked)
             echo(f"rescoring as {source.run_id}")
-            with _shown("judging") as show:
+            with shown_progress("judging") as show:
                 done = rescoring.go_on(log, folder, resolved, source, processes or os.cpu_count() or 1, show)
             if done is None:
                 _stopped(source.run_id)
@@ -167,7 +168,7 @@ def retrain(
         request = retraining.ask(log, source, begin=first, until=until, selection=chosen_id, is_followed=follow)
         state = retraining.start(log, folder, source, request, overrides, force, selected if is_new else None)
         echo(f"retraining as {state.run_id}, from {request.weights_from}")
-        with _shown("training") as show:
+        with shown_progress("training") as show:
             result = retraining.go_on(log, folder, resolved, state, show)
         if result is None:
             _stopped(state.run_id)
@@ -218,7 +219,7 @@ def sft(
         echo(
             f"fine-tuning as {state.run_id}, from {request.weights_from}, on {len(selected.partitions) // 4:,} trajectories"
         )
-        with _shown("fine-tuning") as show:
+        with shown_progress("fine-tuning") as show:
             result = retraining.go_on_sft(log, folder, resolved, state, show)
         _report_sft(result or _stopped(state.run_id))
 
@@ -308,15 +309,15 @@ def resume(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState")
         state = write_resume(log, state.run_id, sources.code_version(), sources.package_versions())
         echo(f"resuming {state.run_id}")
         if state.kind == "replay":
-            with _shown("judging") as show:
+            with shown_progress("judging") as show:
                 rescored = rescoring.go_on(log, folder, resolved, state, os.cpu_count() or 1, show)
             _report(rescored or _stopped(state.run_id), is_dry=False)
         elif state.kind == "sft":
-            with _shown("fine-tuning") as show:
+            with shown_progress("fine-tuning") as show:
                 tuned = retraining.go_on_sft(log, folder, resolved, state, show)
             _report_sft(tuned or _stopped(state.run_id))
         else:
-            with _shown("training") as show:
+            with shown_progress("training") as show:
                 retrained = retraining.go_on(log, folder, resolved, state, show)
             _report_steps(retrained or _stopped(state.run_id))
 
@@ -431,7 +432,7 @@ def _selected(
 
 
 @contextmanager
-def _shown(what: str) -> "Iterator[ShowWork]":
+def shown_progress(what: str) -> "Iterator[ShowProgress]":
     """A progress bar with rate and remaining time in a terminal; else a line now and then."""
     if not console.is_terminal:
         yield _Lines(what)
@@ -518,13 +519,10 @@ def _print_changes(found: "Comparison") -> None:
     if not found.changes:
         return
     table = Table(box=None, pad_edge=False, title="changed most", title_justify="left")
-    for name in ("trajectory", "before", "after", "evidence"):
-        table.add_column(name, justify="right" if name in ("before", "after") else "left")
+    for name in ("trajectory", "reward", "evidence"):
+        table.add_column(name, justify="right" if name == "reward" else "left")
     for change in found.greatest_changes:
-        table.add_row(
-            change.trajectory_id,
-            f"{change.before.reward:.3g}",
-            f"{change.after.reward:.3g}",
-            one_line(change.after.evidence, _TEXT_CHARACTERS_MAX),
-        )
+        for when, told in (("before", change.before), ("after", change.after)):
+            evidence = f"{when}: {one_line(told.evidence, _TEXT_CHARACTERS_MAX)}"
+            table.add_row(change.trajectory_id if when == "before" else "", f"{told.reward:.3g}", evidence)
     console.print(table, markup=False)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from replayground.deploy.options import one_line
+from replayground.deploy.terminal_text import one_line
 from replayground.streams.rules.lineage import (
     InfluencedRun,
     InfluencedStep,
