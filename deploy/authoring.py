@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from replayground.deploy.options import FIELD, Field, console, echo
+from replayground.deploy.terminal_text import printable
 
 if TYPE_CHECKING:
     from replayground.deploy.checking.report import Mark
@@ -101,6 +102,7 @@ def _print_mark(mark: "Mark", text: str, to: TextIO | None = None) -> None:
     """Prints a line: mistakes to stderr, the rest to stdout. Wraps it in a terminal; a file gets one line each."""
     from replayground.deploy.checking.report import wrapped
 
+    text = printable(text)
     stream = to or (sys.stderr if mark == "✗" else sys.stdout)
     if not stream.isatty():
         print(mark, text, file=stream, flush=True)

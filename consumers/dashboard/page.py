@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from fastapi import FastAPI
+from nicegui import context, ui
 from nicegui import run as background
-from nicegui import ui
 
 from replayground.consumers.clickhouse.migrations import TABLES
+from replayground.consumers.dashboard.access import person_of
 from replayground.consumers.dashboard.flow import FLOW, FlowTopic
 from replayground.consumers.reports import runs
 from replayground.consumers.reports.evaluations import newest_pass_at_1
@@ -175,9 +176,9 @@ class DashboardPage:
             button.on_click(ask)
 
     async def _answer(self, statement: str, run_id: str | None) -> None:
-        # In a thread, like every query here: a query in the event loop would stop the pages of all browsers.
+        person = person_of(context.client.request).name
         try:
-            found = await background.io_bound(self._traces.sql, statement, run_id)
+            found = await self._traces.asked_sql(statement, run_id, person)
         except BadInput as error:
             ui.label(str(error)).classes("text-red-700")
             return

@@ -1,7 +1,6 @@
 """The commands that use old experience again: select, rescore, retrain and sft."""
 
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -468,7 +467,7 @@ class _Lines:
         rate = done / max(1e-9, now - self._began)
         left = (total - done) / rate if rate else 0.0
         share = f"{done / total:.0%}" if total else ""
-        print(f"{self._what} {share}  {rate:,.0f}/s  {left:.0f} s left  {detail}", file=sys.stderr, flush=True)
+        echo_error(f"{self._what} {share}  {rate:,.0f}/s  {left:.0f} s left  {detail}")
 
 
 def _report(result: "RescoreResult", is_dry: bool) -> None:
