@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,6 +97,19 @@ class Traces:
         self._seen: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
 
     @property
+    def store(self) -> Store:
+        return self._store
+
+    @property
+    def answers(self) -> QueryCache:
+        return self._answers
+
+    @property
+    def source(self) -> LogSource | None:
+        """The log, when it is being read."""
+        return self._source
+
+    @property
     def follows(self) -> bool:
         """Whether the log is read; False when only the store is served."""
         return self._source is not None
@@ -121,6 +134,11 @@ class Traces:
                 if len(self._seen) > _SEEN_MAX:
                     self._seen.popitem(last=False)
             return seen[1]
+
+    def partition_lags(self, run_id: str) -> Mapping[str, Mapping[int, int]]:
+        """Lags of an active run by stage and partition."""
+        run = self.find(run_id)
+        return self._source.lag.partition_lags(run_id) if self._source is not None and run.is_active else {}
 
     def _lags(self, run: RunState) -> dict[str, int]:
         """Lags of an active run. A run that is over has none: its groups stand still while other runs fill the
@@ -274,11 +292,11 @@ class WebServer:
         """Raises BadInput when the port is in use."""
         # Before the import below, which takes seconds.
         _require_free(settings.bind, settings.port)
-        from replayground.consumers.dashboard.page import add_page
+        from replayground.consumers.dashboard.routes import add_views
 
         traces = Traces(store, settings, source)
         app = interface(traces, settings.bind)
-        add_page(app, traces)
+        add_views(app, traces)
         # A browser keeps its connection open: without the timeout, shutdown would wait for it.
         config = uvicorn.Config(
             app, host=settings.bind, port=settings.port, log_config=None, access_log=False, timeout_graceful_shutdown=2
