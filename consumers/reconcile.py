@@ -18,8 +18,8 @@ from itertools import batched
 from msgspec import Struct
 from msgspec.structs import replace
 
-from replayground.consumers.clickhouse.deliveries import delivery_row
 from replayground.consumers.clickhouse.columns import TABLES_STORED, Table
+from replayground.consumers.clickhouse.deliveries import delivery_row
 from replayground.consumers.clickhouse.rows import Row
 from replayground.consumers.clickhouse.store import Place, Staging, Store, row_hash
 from replayground.schemas.events import Position

@@ -31,10 +31,23 @@ class View:
     "name and meaning of each column, in order"
 
 
-_ENVELOPE = (
-    "id run_id session_id task_id group_id trajectory_id attempt_id seq time timestamp purpose policy_version topic "
-    "partition offset"
-).split()
+_ENVELOPE = [
+    "id",
+    "run_id",
+    "session_id",
+    "task_id",
+    "group_id",
+    "trajectory_id",
+    "attempt_id",
+    "seq",
+    "time",
+    "timestamp",
+    "purpose",
+    "policy_version",
+    "topic",
+    "partition",
+    "offset",
+]
 _PASS_AT = (1, 2, 3, 4, 5, 8, 10, 16, 32, 64)
 
 
@@ -558,8 +571,8 @@ _ALIASES = {"control": "controls"}
 TABLES: tuple[str, ...] = (*(view.name for view in VIEWS), *_ALIASES)
 "what the SQL of a user may read (sql_guard)"
 
-STATEMENTS: tuple[str, ...] = (
-    *(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}" for view in VIEWS if view.sql),
-    *(f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {view}" for name, view in _ALIASES.items()),
-)
-"run whenever the store is opened, after the migrations"
+SQL_BY_VIEW: dict[str, str] = {
+    **{view.name: view.sql for view in VIEWS if view.sql},
+    **{name: f"SELECT * FROM {view}" for name, view in _ALIASES.items()},
+}
+"""what makes each view, in an order in which they can be made"""
