@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -250,8 +252,10 @@ class _Progress:
         self._show(done, self._total, f"{judged:,} judged")
 
 
-def dry_run(log: Log, asked: Asked, states: Mapping[str, RunState], show: Shown) -> RescoreResult:
-    """Judges and compares in this process, without writing anything."""
+def dry_run(
+    log: Log, asked: Asked, states: Mapping[str, RunState], show: Shown, limit: int | None = None
+) -> RescoreResult:
+    """Judges and compares in this process, without writing anything; with a limit, so many trajectories at most."""
     request = asked.request
     scorers = bounded_by_name(asked.scorers, request.score_seconds_max)
     judges = Judges("dry-run", frozenset(request.sources), scorers, request.scorers, request.advantage)
@@ -262,15 +266,33 @@ def dry_run(log: Log, asked: Asked, states: Mapping[str, RunState], show: Shown)
     for partition in range(PARTITIONS):
         chosen = None if selections is None else selections.get(partition, PartitionSelection.empty())
         state = PartitionState(start_of(request, partition).offset)
-        rewards = _judged(log, Rescoring(judges, chosen), request, partition, state, progress)
+        # What is left is shared by the partitions that are left, as some may have less than their share.
+        share = None if limit is None else -((result.total("trajectories") - limit) // (PARTITIONS - partition))
+        if share == 0:
+            break
+        rewards = _judged(log, Rescoring(judges, chosen), request, partition, state, progress, share)
         before = _old_judgements(log, request, states, partition)
+        if share is not None:
+            # All of them now: where to stop reading the old ones is known only then.
+            rewards = iter(list(rewards))
+            before = takewhile(partial(_is_before, state.offset), before)
         result.comparison += compare(before, judgements(rewards), partition)
     result.seconds = time.monotonic() - began
     return result
 
 
+def _is_before(offset: int, judgement: Judgement) -> bool:
+    return judgement.offset < offset
+
+
 def _judged(
-    log: Log, fold: Rescoring, request: RescoreRequest, partition: int, state: PartitionState, progress: _Progress
+    log: Log,
+    fold: Rescoring,
+    request: RescoreRequest,
+    partition: int,
+    state: PartitionState,
+    progress: _Progress,
+    limit: int | None,
 ) -> Iterator[RewardAssigned]:
     end = end_of(request, partition)
     start = [start_of(request, partition)]
@@ -278,6 +300,9 @@ def _judged(
     with closing(reader):
         while state.offset < end and not reader.caught_up():
             for delivery in reader.poll(_POLL_EVENTS, 0.2):
+                if state.counts.trajectories == limit:
+                    progress(Standing(partition, end, state.counts))
+                    return
                 state.offset = delivery.address.offset + 1
                 if delivery.event is None or delivery.address.offset >= end:
                     continue

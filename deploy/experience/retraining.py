@@ -261,7 +261,9 @@ class _Work:
 
         run = run_of(self._field, self._state, "trainer")
         run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, module=self._raw["job"]["module"]))
-        run_trainer(run, msgspec.convert(self._raw.get("trainer", {}), TrainerSettings), self._metrics, self._stop)
+        settings = msgspec.convert(self._raw.get("trainer", {}), TrainerSettings)
+        # Somebody waits at the terminal: a step that is refused ends the run with its reason.
+        run_trainer(run, settings, self._metrics, self._stop, pauses_when_refused=False)
 
 
 def ask_sft(log: Log, selection: str, begin: VersionAddress) -> SftRequest:

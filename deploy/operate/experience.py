@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from replayground.deploy.options import FIELD, Field, console, echo, echo_error
+from replayground.deploy.terminal_text import one_line
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
@@ -75,13 +76,13 @@ def rescore(
             selected = _selected(log, resolved, sources, where, failed_only, selection, is_kept=not dry_run)
             asked = replace(asked, selected=selected)
         if dry_run:
-            with _shown("judging") as show:
+            with shown_progress("judging") as show:
                 result = try_out(log, asked, states, show)
             _report(result, is_dry=True)
             return
         state = start(log, folder, resolved, asked)
         echo(f"rescoring as {state.run_id}")
-        with _shown("judging") as show:
+        with shown_progress("judging") as show:
             done = go_on(log, folder, resolved, state, processes or os.cpu_count() or 1, show)
         if done is None:
             _stopped(state.run_id)
@@ -135,7 +136,7 @@ def retrain(
             asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
             source = rescoring.start(log, folder, resolved, asked)
             echo(f"rescoring as {source.run_id}")
-            with _shown("judging") as show:
+            with shown_progress("judging") as show:
                 done = rescoring.go_on(log, folder, resolved, source, processes or os.cpu_count() or 1, show)
             if done is None:
                 _stopped(source.run_id)
@@ -148,7 +149,7 @@ def retrain(
         request = retraining.ask(log, source, begin=first, until=until, selection=chosen_id, is_followed=follow)
         state = retraining.start(log, folder, source, request, overrides, force)
         echo(f"retraining as {state.run_id}, from {request.weights_from}")
-        with _shown("training") as show:
+        with shown_progress("training") as show:
             result = retraining.go_on(log, folder, resolved, state, show)
         if result is None:
             _stopped(state.run_id)
@@ -198,7 +199,7 @@ def sft(
         echo(
             f"fine-tuning as {state.run_id}, from {request.weights_from}, on {len(selected.partitions) // 4:,} trajectories"
         )
-        with _shown("fine-tuning") as show:
+        with shown_progress("fine-tuning") as show:
             result = retraining.go_on_sft(log, folder, resolved, state, show)
         _report_sft(result or _stopped(state.run_id))
 
@@ -288,15 +289,15 @@ def resume(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState")
         state = write_resume(log, state.run_id, sources.code_version(), sources.package_versions())
         echo(f"resuming {state.run_id}")
         if state.kind == "replay":
-            with _shown("judging") as show:
+            with shown_progress("judging") as show:
                 rescored = rescoring.go_on(log, folder, resolved, state, os.cpu_count() or 1, show)
             _report(rescored or _stopped(state.run_id), is_dry=False)
         elif state.kind == "sft":
-            with _shown("fine-tuning") as show:
+            with shown_progress("fine-tuning") as show:
                 tuned = retraining.go_on_sft(log, folder, resolved, state, show)
             _report_sft(tuned or _stopped(state.run_id))
         else:
-            with _shown("training") as show:
+            with shown_progress("training") as show:
                 retrained = retraining.go_on(log, folder, resolved, state, show)
             _report_steps(retrained or _stopped(state.run_id))
 
@@ -399,7 +400,7 @@ def _selected(
 
 
 @contextmanager
-def _shown(what: str) -> "Iterator[Shown]":
+def shown_progress(what: str) -> "Iterator[Shown]":
     """A progress bar with rate and remaining time in a terminal; else a line now and then."""
     if not console.is_terminal:
         yield _Lines(what)
@@ -486,18 +487,10 @@ def _print_changes(found: "Comparison") -> None:
     if not found.changes:
         return
     table = Table(box=None, pad_edge=False, title="changed most", title_justify="left")
-    for name in ("trajectory", "before", "after", "evidence"):
-        table.add_column(name, justify="right" if name in ("before", "after") else "left")
+    for name in ("trajectory", "reward", "evidence"):
+        table.add_column(name, justify="right" if name == "reward" else "left")
     for change in found.greatest_changes:
-        table.add_row(
-            change.trajectory_id,
-            f"{change.before.reward:.3g}",
-            f"{change.after.reward:.3g}",
-            _short(change.after.evidence),
-        )
+        for when, told in (("before", change.before), ("after", change.after)):
+            evidence = f"{when}: {one_line(told.evidence, _TEXT_CHARACTERS_MAX)}"
+            table.add_row(change.trajectory_id if when == "before" else "", f"{told.reward:.3g}", evidence)
     console.print(table, markup=False)
-
-
-def _short(text: str) -> str:
-    shown = "".join(character if character.isprintable() else " " for character in text)
-    return shown if len(shown) <= _TEXT_CHARACTERS_MAX else shown[: _TEXT_CHARACTERS_MAX - 1] + "…"
