@@ -29,7 +29,10 @@ _REFUSED = (
 _FUNCTIONS_REFUSED = frozenset(_REFUSED.split())
 _PREFIXES_REFUSED = ("dict", "ai")
 # Table functions that compute their rows.
-_COMPUTED = "numbers numbers_mt zeros zeros_mt generateseries generate_series generaterandom values view viewexplain format null primes"
+_COMPUTED = (
+    "numbers numbers_mt zeros zeros_mt generateseries generate_series generaterandom values view viewexplain format "
+    "null primes"
+)
 _TABLE_FUNCTIONS = frozenset(_COMPUTED.split())
 _TAKE_FUNCTIONS = ("array", "map")
 _SYSTEM = ("system", "information_schema")
