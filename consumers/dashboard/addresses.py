@@ -24,6 +24,6 @@ ASSETS = "/assets"
 
 def address(path: str, run_id: str | None = None, **query: str | float | None) -> str:
     """The address of a view; parts of the query that are None or empty are left out."""
-    given: dict[str, str | float | None] = {"run": run_id} | query
+    given: dict[str, str | float | None] = {"run": run_id, **query}
     told = urlencode({name: value for name, value in given.items() if value is not None and value != ""})
     return f"{path}?{told}" if told else path

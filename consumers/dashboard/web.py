@@ -32,10 +32,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from replayground.consumers.clickhouse.columns import TABLES_STORED
+from replayground.consumers.clickhouse.people_sql import PeopleSql
 from replayground.consumers.clickhouse.query_cache import QueryCache
-from replayground.consumers.clickhouse.sql_guard import check_sql
-from replayground.consumers.clickhouse.store import Store, StoreFailed
+from replayground.consumers.clickhouse.sql_answers import SqlAnswer
+from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.config import TracesSettings
 from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
@@ -101,6 +101,7 @@ class Traces:
         # Runs belongs to one thread at a time.
         self._turn = threading.Lock()
         self._seen: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
+        self._people = PeopleSql(settings)
 
     @property
     def store(self) -> Store:
@@ -152,28 +153,25 @@ class Traces:
         return self._source.lag.lags(run.run_id) if self._source is not None and run.is_active else {}
 
     def sql(self, statement: str, run_id: str | None = None) -> SqlResult:
-        """Runs a user's statement, over all runs or one. Raises BadInput, UnknownRun."""
-        safe = check_sql(statement)
-        limits: dict[str, Any] = {
-            # One more than is returned shows that there are more.
-            "limit": self._settings.sql_rows_max + 1,
-            "max_execution_time": max(1, round(self._settings.sql_seconds_max)),
-            "max_memory_usage": self._settings.sql_memory_bytes_max,
-            # A second line of defence behind check_sql, not a boundary by itself.
-            "readonly": 1,
-        }
-        # By ClickHouse, below the views: the statement itself is not changed.
-        if run_id:
-            limits["additional_table_filters"] = _only(self.find(run_id).run_id)
+        """Runs a user's statement, over all runs or one; blocks its thread. Raises BadInput, UnknownRun."""
         began = time.monotonic()
-        try:
-            answer = self._store.ask_guarded(safe, limits)
-        except StoreFailed as error:
-            raise BadInput(f"ClickHouse refused: {str(error).splitlines()[0][:400]}") from error
-        rows = [[_plain(cell) for cell in row] for row in answer.rows[: self._settings.sql_rows_max]]
-        truncated = len(answer.rows) > self._settings.sql_rows_max
-        seconds = round(time.monotonic() - began, 3)
-        return SqlResult(columns=list(answer.columns), rows=rows, truncated=truncated, seconds=seconds)
+        return self._shown(self._people.ask(statement, self._id_of(run_id)), began)
+
+    def close(self) -> None:
+        """Ends the statements that are running."""
+        self._people.close()
+
+    def _id_of(self, run_id: str | None) -> str | None:
+        return self.find(run_id).run_id if run_id else None
+
+    def _shown(self, answer: SqlAnswer, began: float) -> SqlResult:
+        most = self._settings.sql_rows_max
+        return SqlResult(
+            columns=answer.columns,
+            rows=answer.rows[:most],
+            truncated=len(answer.rows) > most,
+            seconds=round(time.monotonic() - began, 3),
+        )
 
     def transcripts(
         self, run_id: str | None, *, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
@@ -328,6 +326,7 @@ class WebServer:
         traces = Traces(store, settings, source)
         app = interface(traces, settings.bind)
         add_views(app, traces)
+        self._traces = traces
         # A browser keeps its connection open: without the timeout, shutdown would wait for it.
         config = uvicorn.Config(
             app, host=settings.bind, port=settings.port, log_config=None, access_log=False, timeout_graceful_shutdown=2
@@ -347,6 +346,8 @@ class WebServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
+        # First: requests that wait for a statement would hold up the end of the server.
+        self._traces.close()
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
 
@@ -379,28 +380,3 @@ async def _respond(question: Callable[[], Any], shown: Callable[[Any], Response]
 
 def _json(content: Any, status: int) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _only(run_id: str) -> str:
-    """Value of additional_table_filters that hides the rows of other runs from the statement and the views it reads."""
-    # Quoted twice: a condition in SQL inside a map literal.
-    condition = _quoted(f"run_id = {_quoted(run_id)}")
-    return f"{{{', '.join(f'{_quoted(table)}: {condition}' for table in TABLES_STORED)}}}"
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def _plain(cell: Any) -> Any:
-    """A cell as JSON can carry it: other types, and the numbers that JSON does not have (NaN, infinity), as text."""
-    if isinstance(cell, float) and (cell != cell or cell in (float("inf"), float("-inf"))):
-        return str(cell)
-    if cell is None or isinstance(cell, bool | int | float | str):
-        return cell
-    if isinstance(cell, list | tuple):
-        return [_plain(part) for part in cell]
-    if isinstance(cell, dict):
-        return {str(name): _plain(part) for name, part in cell.items()}
-    return str(cell)

@@ -67,7 +67,7 @@ def _entry(row: Mapping[str, Any]) -> Element:
 
 
 def _who(row: Mapping[str, Any]) -> str:
-    return row["started_by"] or row["requested_by"] or row["annotator"] or row["sender"]
+    return str(row["started_by"] or row["requested_by"] or row["annotator"] or row["sender"])
 
 
 def _what(row: Mapping[str, Any]) -> str:

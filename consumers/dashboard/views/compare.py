@@ -106,7 +106,7 @@ def _aligned(request: ViewRequest, left: FoundTrajectory, right: FoundTrajectory
     sides = [messages_of(request.store, found, first) for found in (left, right)]
     marks = [[(message["type"], message["tool"], message["said"]) for message in side] for side in sides]
     rows: list[Element] = []
-    for kind, a, b, c, d in SequenceMatcher(None, *marks, autojunk=False).get_opcodes():
+    for kind, a, b, c, d in SequenceMatcher(None, marks[0], marks[1], autojunk=False).get_opcodes():
         pairs = _paired(sides[0][a:b], sides[1][c:d])
         for one, other in pairs:
             differs = "" if kind == "equal" else "differs" if one and other else "alone"

@@ -27,7 +27,7 @@ _CHARACTERS_MAX = 400_000
 
 def view(request: ViewRequest) -> ViewContent:
     # Not looked up among the runs: events of the field itself belong to none.
-    asked = {
+    asked: dict[str, Any] = {
         "run": request.text("run"),
         "type": request.text("type"),
         "topic": request.text("topic"),
