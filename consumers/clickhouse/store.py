@@ -23,7 +23,6 @@ from replayground.consumers.clickhouse.columns import TABLES_STORED, Table, colu
 from replayground.consumers.clickhouse.migrations import INSERT_SETTINGS, LayoutRefused, Progress, migrate
 from replayground.consumers.clickhouse.queries import ROWS_AT, standing_of
 from replayground.consumers.clickhouse.rows import Row, encode_rows
-from replayground.consumers.clickhouse.views import STATEMENTS
 from replayground.schemas.errors import BadInput, ReplaygroundError
 
 Place = tuple[str, int]
@@ -86,8 +85,6 @@ class Store:
             self._writing = self._connect()
             self._asking = self._connect()
             migrate(self._writing, **({} if progress is None else {"progress": progress}))
-            for statement in STATEMENTS:
-                self._writing.command(statement)
         except LayoutRefused as error:
             raise StoreFailed(f"the trace store {dsn} cannot be used: {error}") from error
         except ClickHouseError as error:
@@ -152,6 +149,14 @@ class Store:
         # Kinds that only lost rows too: cached results about them are out of date as well.
         self._inserted.update(kinds.keys() | set(map(_run_and_kind, rows)))
         return sum(kinds.values())
+
+    def checksums(self) -> dict[Table, tuple[int, int]]:
+        """Number of rows of each table, and the sum of their checksums: equal for stores of the same log."""
+        return {
+            table: (int(rows), int(total))
+            for table in TABLES_STORED
+            for rows, total in self.ask(f"SELECT count(), sum(toInt128({row_hash(table)})) FROM {table}").rows
+        }
 
     def rows_between(self, stretches: Mapping[Place, tuple[int, int]]) -> int:
         """Number of rows of these partitions, each in its half-open range of offsets."""

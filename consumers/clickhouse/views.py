@@ -571,8 +571,8 @@ _ALIASES = {"control": "controls"}
 TABLES: tuple[str, ...] = (*(view.name for view in VIEWS), *_ALIASES)
 "what the SQL of a user may read (sql_guard)"
 
-STATEMENTS: tuple[str, ...] = (
-    *(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}" for view in VIEWS if view.sql),
-    *(f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {view}" for name, view in _ALIASES.items()),
-)
-"run whenever the store is opened, after the migrations"
+SQL_BY_VIEW: dict[str, str] = {
+    **{view.name: view.sql for view in VIEWS if view.sql},
+    **{name: f"SELECT * FROM {view}" for name, view in _ALIASES.items()},
+}
+"""what makes each view, in an order in which they can be made"""

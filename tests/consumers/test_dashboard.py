@@ -220,7 +220,7 @@ def test_a_page_of_another_origin_can_send_nothing(address: str, tmp_path: Path)
         framed = opened.frames[1].url
         browser.close()
         stranger.shutdown()
-    assert sent == {"sql": "opaque", "finish": "opaque", "json": "refused", "socket": "closed", "polling": "refused"}
+    assert sent == {"sql": "opaque", "finish": "opaque", "json": "refused", "socket": "closed", "read": "refused"}
     assert framed.startswith("chrome-error:")
     for path in ("sql", "finish", "reconcile"):
         answer = httpx.post(
@@ -239,11 +239,11 @@ _STRANGER = """async (address) => {
     };
     const simple = {method: "POST", mode: "no-cors", body: '{"sql": "SELECT 1"}'};
     const json = {method: "POST", headers: {"Content-Type": "application/json"}, body: '{"sql": "SELECT 1"}'};
-    const socket = new WebSocket(address.replace("http", "ws") + "/_nicegui_ws/socket.io/?EIO=4&transport=websocket");
+    const socket = new WebSocket(address.replace("http", "ws") + "/any/socket");
     const ended = new Promise((found) => { socket.onopen = () => found("open"); socket.onclose = () => found("closed"); });
     return {
         sql: await sent("/api/sql", simple), finish: await sent("/api/finish", simple), json: await sent("/api/sql", json),
-        socket: await ended, polling: await sent("/_nicegui_ws/socket.io/?EIO=4&transport=polling", {}),
+        socket: await ended, read: await sent("/api/runs", {}),
     };
 }"""
 
