@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replayground.deploy import authoring
-from replayground.deploy.operate import commands, experience, inspection, lineage, scorers, verdicts
+from replayground.deploy.operate import commands, experience, export, inspection, traces, lineage, scorers, verdicts
 from replayground.deploy.options import FIELD, EchoOnce, Field, RunArgument, console
 from replayground.deploy.options import echo as _say
 from replayground.schemas.errors import BadInput, ReplaygroundError
@@ -269,6 +269,7 @@ app.command()(inspection.status)
 app.command()(inspection.runs)
 app.command()(inspection.logs)
 app.command()(inspection.sql)
+app.command()(export.export)
 app.command()(inspection.report)
 app.command()(commands.tail)
 app.command()(commands.lag)
@@ -285,6 +286,7 @@ app.add_typer(scorers.scorer, name="scorer")
 app.add_typer(verdicts.verdicts, name="verdicts", no_args_is_help=True)
 app.add_typer(commands.dead_letters, name="dead-letters")
 app.add_typer(commands.blobs, name="blobs")
+app.add_typer(traces.traces, name="traces")
 
 
 @app.command()
