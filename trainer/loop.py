@@ -26,7 +26,6 @@ from replayground.schemas.blobs import Blobs, open_blobs
 from replayground.schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, ReplaygroundError
 from replayground.schemas.events import (
     BatchCut,
-    BatchMember,
     Position,
     Probe,
     StepKind,
@@ -42,7 +41,7 @@ from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Log, Reader, Transactor
 from replayground.streams.log.takeover import fencing_error
 from replayground.streams.log.weights import newest_weights_from, removal_of, weights_at, weights_snapshot
-from replayground.streams.rules.reward import PASS_MARK, passes
+from replayground.streams.rules.reward import member_passed
 from replayground.trainer.base_model import base_model
 from replayground.trainer.batch import counting_only
 from replayground.trainer.config import GrpoSettings, TrainerSettings
@@ -333,7 +332,7 @@ class _TrainingLoop:
                 trajectories=trajectories,
                 rewards=[member.reward for member in batch.members],
                 advantages=[member.advantage for member in batch.members],
-                passed=[_has_passed(member) for member in batch.members],
+                passed=[member_passed(member) for member in batch.members],
                 index=batch.index,
                 learning_rate_share=learning_rate_share(batch.index, self.run.job.steps, self.settings.grpo),
             )
@@ -485,11 +484,6 @@ def learning_rate_share(index: int, job_steps: int, settings: GrpoSettings) -> f
         return 1.0
     taken = min(settings.schedule_start + index, steps)
     return settings.final_share + (1.0 - settings.final_share) * (1.0 - taken / steps)
-
-
-def _has_passed(member: BatchMember) -> bool:
-    # Older events do not say it. Their rewards are those of scorers without a mark of their own.
-    return bool(passes(member.reward, PASS_MARK) if member.passed is None else member.passed)
 
 
 def _batch_metrics(batch: BatchCut) -> dict[str, float]:
