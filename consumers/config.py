@@ -85,5 +85,14 @@ class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     "most rows that a SQL statement of a user returns"
     sql_memory_bytes_max: int = 1_000_000_000
     "memory limit of a SQL statement of a user"
+    sql_dsn: str = ""
+    """where dsn is a server: the user that SQL of people runs as, clickhouse://user:password@host:port
+    (deploy/clickhouse/people.sql makes it); empty: it is refused"""
+    sql_bytes_max: int = 64 * 1024 * 1024
+    "largest result of a SQL statement of a user, as JSON"
+    sql_processes: int = 2
+    "statements of users that run at the same time, each in a process of its own"
+    sql_waiting_max: int = 32
+    "statements of users that run or wait; further ones are refused, and one person has a quarter of them at most"
     threads: int = 1
     "threads of ClickHouse for one query; the cores are shared with sampling and training"

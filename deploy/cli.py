@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replayground.deploy import authoring
-from replayground.deploy.operate import commands, experience, inspection, scorers, verdicts
+from replayground.deploy.operate import commands, experience, inspection, lineage, scorers, verdicts
 from replayground.deploy.options import FIELD, EchoOnce, Field, RunArgument, console
 from replayground.deploy.options import echo as _say
 from replayground.schemas.errors import BadInput, ReplaygroundError
@@ -280,6 +280,7 @@ app.command()(experience.rescore)
 app.command()(experience.retrain)
 app.command()(experience.sft)
 app.command()(experience.select)
+app.command()(lineage.lineage)
 app.add_typer(scorers.scorer, name="scorer")
 app.add_typer(verdicts.verdicts, name="verdicts", no_args_is_help=True)
 app.add_typer(commands.dead_letters, name="dead-letters")

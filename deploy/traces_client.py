@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from replayground.schemas.errors import BadInput, ReplaygroundError
+from replayground.streams.rules.lineage import Lineage
 
 if TYPE_CHECKING:
     from replayground.consumers.reconcile import PartitionComparison
@@ -130,6 +131,15 @@ class TracesClient:
             return msgspec.json.decode(
                 self._ask("/api/reconcile", {"repair": repair}, timeout_seconds=1800.0), type=list[PartitionComparison]
             )
+        except urllib.error.HTTPError as error:
+            raise BadInput(_reason(error)) from error
+
+    def lineage(self, text: str, all_addresses: bool = False) -> Lineage:
+        """The lineage of a version or a trajectory. Raises BadInput when there is none, OSError when traces does not
+        answer."""
+        asked = urllib.parse.urlencode({"of": text, "everything": str(all_addresses).lower()})
+        try:
+            return msgspec.json.decode(self._ask(f"/api/lineage?{asked}", None, timeout_seconds=300.0), type=Lineage)
         except urllib.error.HTTPError as error:
             raise BadInput(_reason(error)) from error
 

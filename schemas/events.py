@@ -299,6 +299,11 @@ class Segment(Value, frozen=True, kw_only=True):
     agent: str
     policy_version: int | None
     "null for what the policy did not say"
+    # Added after release 0.1.0.
+    temperature: float = 1.0
+    "that the policy sampled these tokens at; 1 for what it did not say, and in older events whatever it was"
+    top_p: float = 1.0
+    "share of the probability that it sampled from; 1 as for temperature"
 
 
 class Context(Value, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 LossMode = Literal["decoupled", "bypass", "probability", "gspo", "cispo", "icepop", "m2po"]
+EngineName = Literal["torch", "swift"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
@@ -66,6 +67,8 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     "steps that this line is drawn over, 0 = constant; left out = [job] steps. For a run that repeats a part of another"
     schedule_start: int = 0
     "steps of the line that lie before the first batch of this run"
+    warmup_steps: int = 0
+    "the learning rate rises linearly over the first so many steps of the line"
     beta1: float = 0.9
     "decay of AdamW's mean of gradients"
     beta2: float = 0.95
@@ -100,6 +103,17 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     "a trajectory whose geometric mean of importance ratios is below it is removed from the loss; null = never"
     rejection_high: float | None = None
     "the same above"
+    reference_weight: float = 0.0
+    "of the KL divergence (k3) from the version that practice began with, for each token; 0 = none"
+    reference_steps: int = 0
+    "batches over which this weight falls to 0 in a straight line; 0 = it stays"
+    entropy_weight: float = 0.0
+    "of the entropy that is added to the objective, for each token; 0 = none"
+    entropy_floor: float | None = None
+    "only a token whose entropy is below this (in nats) is rewarded for more; left out = every token"
+    probability_move_max: float = 0.0
+    """the update of a batch is halved until it moves no sampled token's probability by more than this; 0 = no bound. Costs a
+    forward pass and a copy of the weights"""
     aggregation: Aggregation = "token_mean"
     "over the whole step: mean over tokens, mean of trajectory means, or sum / (trajectories x length_constant)"
     length_constant: int = 512
@@ -115,6 +129,9 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         _require(self.inner_steps >= 1, "inner_steps must be at least 1")
         _require(self.second_moment_max > 0, "second_moment_max must be above 0")
         _require(0 <= self.effective_sample_size_min <= 1, "effective_sample_size_min is a share: 0 to 1")
+        _require(0 <= self.probability_move_max <= 1, "probability_move_max is a difference of probabilities: 0 to 1")
+        for name in ("reference_weight", "entropy_weight", "reference_steps", "warmup_steps"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative")
         _require(
             self.mode != "probability" or self.inner_steps == 1,
             "mode probability takes one step a batch: set inner_steps to 1",
@@ -124,6 +141,8 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer program. TOML section [trainer]."""
 
+    engine: EngineName = "torch"
+    "what computes the steps: torch, or swift (ms-swift), which this release does not have yet"
     model: ModelSettings = field(default_factory=ModelSettings)
     "where the first weights come from"
     sft: SftSettings = field(default_factory=SftSettings)

@@ -40,13 +40,20 @@ from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Log, Reader, Transactor
 from replayground.streams.log.takeover import fencing_error
-from replayground.streams.log.weights import newest_weights_from, removal_of, weights_at, weights_snapshot
+from replayground.streams.log.weights import (
+    newest_weights_from,
+    removal_of,
+    weights_at,
+    weights_on_log,
+    weights_snapshot,
+)
 from replayground.streams.rules.reward import member_passed
 from replayground.trainer.base_model import base_model
 from replayground.trainer.batch import counting_only
 from replayground.trainer.config import GrpoSettings, TrainerSettings
-from replayground.trainer.engines.protocol import Engine, GrpoBatch, StepReport
+from replayground.trainer.engines.protocol import Engine, GrpoBatch, StepRefused, StepReport
 from replayground.trainer.publish import Publisher, probe_of, probe_tokens
+from replayground.trainer.refusal import pause_until_resumed
 from replayground.trainer.retention import Retention
 from replayground.trainer.scratch import scratch_folder
 
@@ -65,9 +72,15 @@ class _Stopped(Exception):
     """`stop` was set while the program waited or trained. Unpublished work is repeated at the next start."""
 
 
-def run(run: Run, settings: TrainerSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
+def run(
+    run: Run,
+    settings: TrainerSettings,
+    program_metrics: ProgramMetrics,
+    stop: threading.Event,
+    pauses_when_refused: bool = True,
+) -> None:
     """The program; returns when `stop` is set. Raises Fenced, TakenOver, LogBroken, BadInput, BatchOutOfOrder,
-    BlobDamaged."""
+    BlobDamaged; and StepRefused unless the run is paused then, for an operator to resume."""
     # torch and the clients take seconds to import: only a trainer that really starts pays for them.
     import torch
 
@@ -77,7 +90,11 @@ def run(run: Run, settings: TrainerSettings, program_metrics: ProgramMetrics, st
     torch.set_num_threads(settings.threads)
     log = open_log(run)
     try:
-        train(run, settings, log, open_blobs(run), TorchEngine(settings, run.seed), program_metrics, stop)
+        engine = TorchEngine(settings, run.seed)
+        train(
+            *(run, settings, log, open_blobs(run), engine, program_metrics, stop),
+            pauses_when_refused=pauses_when_refused,
+        )
     # Says whether a newer start took over: then the supervisor must not start this program again.
     except Fenced as error:
         raise fencing_error(log, run, error) from error
@@ -118,9 +135,15 @@ def train(
     program_metrics: ProgramMetrics,
     stop: threading.Event,
     now: Callable[[], int] = now_microseconds,
+    pauses_when_refused: bool = True,
 ) -> None:
     """The program over any log and engine. Returns when `stop` is set."""
-    _repeat(_TrainingLoop.go, run, settings, log, blobs, engine, program_metrics, stop, now)
+
+    def go(loop: _TrainingLoop) -> None:
+        loop.pauses_when_refused = pauses_when_refused
+        loop.go()
+
+    _repeat(go, run, settings, log, blobs, engine, program_metrics, stop, now)
 
 
 def train_sft(
@@ -186,6 +209,7 @@ class _TrainingLoop:
     stop: threading.Event
     probe_tokens: list[int] | None = None
     retention: Retention | None = None
+    pauses_when_refused: bool = True
 
     def go(self) -> None:
         with self._writing() as (transactor, batches):
@@ -210,7 +234,10 @@ class _TrainingLoop:
         # newest version found below stays the newest.
         transactor = self.log.transactor(f"trainer-{self.run.run_id}")
         try:
-            self.retention = Retention(self.log, self.run, self.run.job.versions_kept, self._check_stop)
+            job = self.run.job
+            # Every restart loads the reference again.
+            kept_always = {job.first_version} if self.settings.grpo.reference_weight else set[int]()
+            self.retention = Retention(self.log, self.run, job.versions_kept, self._check_stop, kept_always)
             group = f"trainer-{self.run.run_id}"
             # alone: no consumer group is joined, since the transactional id decides who may write (decision 0013).
             batches = self.log.reader(["batches"], group, alone=True, start=self.run.start, run_id=self.run.run_id)
@@ -246,6 +273,15 @@ class _TrainingLoop:
         self.engine.load(files, self.publisher.fetch(version.checkpoint))
         return files
 
+    def _set_reference(self, version: int) -> None:
+        reference = weights_on_log(self.log, self.run, version)
+        if reference is None:
+            raise BadInput(
+                f"[trainer.grpo] reference_weight needs version {version}, with which practice began, and it was removed: "
+                "set reference_weight to 0"
+            )
+        self.engine.set_reference(self.publisher.fetch(reference.files))
+
     def _copy(self, address: VersionAddress, transactor: Transactor, batches: Reader) -> int:
         """Publishes a version of another run as the first one of this run: the same files, nothing is stored again."""
         source = weights_at(self.log, address)
@@ -278,6 +314,8 @@ class _TrainingLoop:
 
     def _practise(self, version: int, transactor: Transactor, batches: Reader) -> None:
         first = self.run.job.first_version
+        if self.settings.grpo.reference_weight:
+            self._set_reference(first)
         while True:
             if self.run.job.steps and version - first >= self.run.job.steps:
                 # Not returned from: the supervisor would start the program again.
@@ -286,8 +324,28 @@ class _TrainingLoop:
                 continue
             self.program_metrics.detail = f"waiting for batch {version - first}"
             batch = self._next_batch(version, batches)
-            with self.program_metrics.busy():
-                version = self._step(batch, transactor, batches)
+            version = self._step_until_taken(batch, transactor, batches)
+
+    def _step_until_taken(self, batch: BatchCut, transactor: Transactor, batches: Reader) -> int:
+        """Takes the step of a batch. A step that is refused pauses the run until somebody resumes it, and is then taken
+        again. Raises StepRefused where nobody would (pauses_when_refused)."""
+        while True:
+            try:
+                with self.program_metrics.busy():
+                    return self._step(batch, transactor, batches)
+            except StepRefused as refusal:
+                if not self.pauses_when_refused:
+                    raise
+                self._pause_run(batch.base_version, f"{refusal}. Mend its cause, then: replayground steer resume")
+
+    def _pause_run(self, version: int, reason: str) -> None:
+        _logger.error("step_refused", version=version, reason=reason)
+        self.program_metrics.detail = f"paused: {reason}"
+        pause_until_resumed(self.log, self.run, version, reason, self.publisher.now(), self._check_stop)
+        newest = self._newest()
+        assert newest is not None, "a batch is for a version that was published"
+        # The refused step may have changed the weights.
+        self._load(newest)
 
     def _next_batch(self, version: int, batches: Reader) -> BatchCut:
         """Blocks until the batch for this version arrives. Raises BatchOutOfOrder, _Stopped, LogUnavailable."""
@@ -338,6 +396,8 @@ class _TrainingLoop:
             )
         )
         report.seconds["read"] = read_seconds
+        if report.refused:
+            _logger.warning("trajectories_refused", count=len(report.refused), first=report.refused[0])
         report.metrics.update(_batch_metrics(batch))
         return self._publish(
             "grpo", batch.base_version, batch.base_version + 1, report, transactor, batches, batch.meta.id
@@ -478,12 +538,14 @@ class _TrainingLoop:
 
 
 def learning_rate_share(index: int, job_steps: int, settings: GrpoSettings) -> float:
-    """Linear from 1 at the first batch to the final share after the last; always 1 when the job has no last step."""
+    """Linear from 1 at the first batch to the final share after the last; always 1 when the job has no last step. Below
+    that during the first warmup_steps."""
     steps = job_steps if settings.schedule_steps is None else settings.schedule_steps
+    taken = settings.schedule_start + index
+    warm = min(1.0, (taken + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
     if steps == 0:
-        return 1.0
-    taken = min(settings.schedule_start + index, steps)
-    return settings.final_share + (1.0 - settings.final_share) * (1.0 - taken / steps)
+        return warm
+    return warm * (settings.final_share + (1.0 - settings.final_share) * (1.0 - min(taken, steps) / steps))
 
 
 def _batch_metrics(batch: BatchCut) -> dict[str, float]:

@@ -29,7 +29,7 @@ class Publisher:
         """`folder` holds the files of the loaded version and of the next one."""
         self._run = run
         self._blobs = blobs
-        self._now = now
+        self.now = now
         self._code_hash = code_hash()
         self._config_hash = hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()
         self._folder = folder
@@ -118,7 +118,7 @@ class Publisher:
             category=category,
             topic=topic,
             sender=self._run.worker,
-            timestamp=self._now(),
+            timestamp=self.now(),
             causation_id=batch_id,
             policy_version=new_version,
         )

@@ -81,6 +81,9 @@ def fine_tune(
         if step % _PROGRESS_STEPS == 0:
             progress((step + 1) / settings.steps, losses[-1])
     _release_gradients(model)
+    # The last step has no next one whose loss would tell.
+    if not all(bool(tensor.detach().isfinite().all()) for tensor in model.parameters.values()):
+        _require_finite(settings.steps, math.nan, math.nan)
     last = losses[-max(1, len(losses) // 10) :]
     return SftFigures(losses[0], sum(last) / len(last), tokens)
 

@@ -10,6 +10,7 @@ POST /api/catch-up       waits until the store has caught up with the log
 POST /api/finish         waits until the store has caught up with the log, then {"summary": …, "report": html}
 POST /api/reconcile      {"repair": bool} → store and log compared by partition (consumers.reconcile); without a run,
                          of the whole field
+GET  /api/lineage        ?of=RUN, RUN:VERSION or the id of a trajectory (streams.rules.lineage.Lineage)
 GET  /api/report         the report as of now, HTML
 GET  /api/transcripts    ?purpose=&outcome=&session=&rows=
 GET  /api/transcripts/…  one of them
@@ -20,7 +21,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from replayground.consumers.clickhouse.columns import TABLES_STORED
 from replayground.consumers.clickhouse.query_cache import QueryCache
 from replayground.consumers.clickhouse.sql_guard import check_sql
 from replayground.consumers.clickhouse.store import Store, StoreFailed
@@ -38,14 +40,18 @@ from replayground.consumers.config import TracesSettings
 from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
 from replayground.consumers.reports import runs
+from replayground.consumers.reports.lineage import Lineages
 from replayground.consumers.reports.overview import Overview, overview
 from replayground.consumers.reports.report import report
 from replayground.consumers.reports.runs import Runs, UnknownRun
 from replayground.consumers.reports.summary import summary
 from replayground.consumers.reports.transcripts import Transcript, TranscriptEntry, list_transcripts, transcript
 from replayground.schemas.errors import BadInput
+from replayground.schemas.events import TrajectoriesSelected
 from replayground.schemas.ids import now_microseconds
 from replayground.streams.log.protocol import Log
+from replayground.streams.replay.selection import selections_on_log
+from replayground.streams.rules.lineage import Lineage
 from replayground.streams.rules.runs import RunState
 
 _LOOPBACK = "127.0.0.1"
@@ -170,6 +176,27 @@ class Traces:
         self._await_written(self._require_source())
         return self._summary_and_report(self.find(run_id))
 
+    def lineage(self, text: str, all_addresses: bool = False) -> Lineage:
+        """What a version grew from, or what a trajectory influenced. What is not in the store yet is waited for."""
+        try:
+            answer = self._lineages().of(text, all_addresses)
+            # A version never changes. More steps may have learned from a trajectory than the store knows of.
+            if answer.version is not None or self._source is None:
+                return answer
+        except UnknownRun:
+            if self._source is None:
+                raise
+        self._await_written(self._require_source())
+        return self._lineages().of(text, all_addresses)
+
+    def _lineages(self) -> Lineages:
+        with self._turn:
+            states = self._runs.states()
+        return Lineages(self._store, states, self._selections)
+
+    def _selections(self) -> Sequence[TrajectoriesSelected]:
+        return selections_on_log(self._require_source().log)
+
     def reconcile(self, repair: bool, run_id: str | None = None) -> list[PartitionComparison]:
         """Compares the store with the log, and repairs it if asked; the whole field, or one run. Reads the log in
         scope."""
@@ -240,6 +267,10 @@ def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
         except (msgspec.DecodeError, KeyError):
             return _json({"error": 'send {"repair": false}'}, 400)
         return await _respond(lambda: traces.reconcile(repair, run))
+
+    @app.get("/api/lineage")
+    async def lineage(of: str, everything: bool = False) -> Response:
+        return await _respond(lambda: traces.lineage(of, everything))
 
     @app.get("/api/report")
     async def now(run: str | None = None) -> Response:
@@ -335,8 +366,8 @@ def _json(content: Any, status: int) -> Response:
 def _only(run_id: str) -> str:
     """Value of additional_table_filters that hides the rows of other runs from the statement and the views it reads."""
     # Quoted twice: a condition in SQL inside a map literal.
-    condition = f"run_id = {_quoted(run_id)}"
-    return f"{{'events': {_quoted(condition)}}}"
+    condition = _quoted(f"run_id = {_quoted(run_id)}")
+    return f"{{{', '.join(f'{_quoted(table)}: {condition}' for table in TABLES_STORED)}}}"
 
 
 def _quoted(text: str) -> str:

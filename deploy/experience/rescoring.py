@@ -15,13 +15,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from replayground.consumers.reports.runs import job_of
 from replayground.deploy import sources
-from replayground.deploy.experience.runs import config_of, heartbeat, new_run_id, origin_of, restored_config, run_of
+from replayground.deploy.experience.runs import (
+    ShowProgress,
+    config_of,
+    heartbeat,
+    new_run_id,
+    origin_of,
+    restored_config,
+    run_of,
+)
 from replayground.deploy.experience.scorer_files import (
     ChosenScorers,
     bounded_by_name,
@@ -45,7 +52,7 @@ from replayground.streams.replay.cutting import cut_replay
 from replayground.streams.replay.request import RescoreRequest
 from replayground.streams.replay.rescoring import Judges, PartitionState, Rescoring
 from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition
-from replayground.streams.rules.comparison import Comparison, Judgement, compare, judgements
+from replayground.streams.rules.comparison import Comparison, JudgedAttempt, compare, judgements
 from replayground.streams.rules.runs import RunState
 from replayground.streams.rules.scoring import versions_of
 
@@ -55,14 +62,8 @@ PARTITIONS = TOPIC_BY_NAME[TOPIC].partitions
 _POLL_EVENTS = 2000
 
 
-class Shown(Protocol):
-    """Shows the progress of long work."""
-
-    def __call__(self, done: int, total: int, detail: str) -> None: ...
-
-
 @dataclass(frozen=True)
-class Asked:
+class RescorePlan:
     """A request whose parts all exist, before anything is written."""
 
     request: RescoreRequest
@@ -96,7 +97,7 @@ def ask(
     states: Sequence[RunState],
     chosen: ChosenScorers,
     is_forced: bool = False,
-) -> Asked:
+) -> RescorePlan:
     """Resolves a request. Raises BadInput for what the user can mend, such as sources that retention has removed."""
     first = states[0]
     module = module_of(folder, field_config, first)
@@ -118,7 +119,7 @@ def ask(
         groups_per_batch=job.groups_per_batch,
         advantage=config_of(first).get("streams", {}).get("advantage", "centred"),
     )
-    return Asked(request, first, module, scorers, chosen.file)
+    return RescorePlan(request, first, module, scorers, chosen.file)
 
 
 def module_of(folder: FieldFolder, field_config: ResolvedConfig, state: RunState) -> str:
@@ -127,7 +128,7 @@ def module_of(folder: FieldFolder, field_config: ResolvedConfig, state: RunState
     return module
 
 
-def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, asked: Asked) -> RunState:
+def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, asked: RescorePlan) -> RunState:
     """Writes RunStarted of the replay. Raises BadInput, LogUnavailable."""
     run_id = new_run_id(log, "rescore")
     used = asked.request.scorers or tuple(asked.scorers)
@@ -148,7 +149,7 @@ def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, aske
     return write_start(log, event)
 
 
-def _request(asked: Asked) -> RescoreRequest:
+def _request(asked: RescorePlan) -> RescoreRequest:
     if asked.selected is None:
         return asked.request
     return msgspec.structs.replace(asked.request, selection=asked.selected.meta.id)
@@ -167,7 +168,7 @@ def go_on(
     field_config: ResolvedConfig,
     state: RunState,
     processes: int,
-    show: Shown,
+    show: ShowProgress,
 ) -> RescoreResult | None:
     """Continues a replay to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
     began = time.monotonic()
@@ -193,7 +194,7 @@ def _do(
     field_config: ResolvedConfig,
     state: RunState,
     processes: int,
-    show: Shown,
+    show: ShowProgress,
 ) -> RescoreResult | None:
     request = msgspec.json.decode(state.request, type=RescoreRequest)
     run = run_of(field_config, state, "replay")
@@ -239,7 +240,7 @@ def _require_same_versions(state: RunState, scorers: Mapping[str, Scorer]) -> No
 class _Progress:
     """Sums up what the workers report."""
 
-    def __init__(self, request: RescoreRequest, show: Shown, standings: dict[int, Standing]) -> None:
+    def __init__(self, request: RescoreRequest, show: ShowProgress, standings: dict[int, Standing]) -> None:
         self._starts = {end.partition: start_of(request, end.partition).offset for end in request.end}
         self._total = sum(end.offset - self._starts[end.partition] for end in request.end)
         self._show = show
@@ -253,7 +254,7 @@ class _Progress:
 
 
 def dry_run(
-    log: Log, asked: Asked, states: Mapping[str, RunState], show: Shown, limit: int | None = None
+    log: Log, asked: RescorePlan, states: Mapping[str, RunState], show: ShowProgress, limit: int | None = None
 ) -> RescoreResult:
     """Judges and compares in this process, without writing anything; with a limit, so many trajectories at most."""
     request = asked.request
@@ -281,7 +282,7 @@ def dry_run(
     return result
 
 
-def _is_before(offset: int, judgement: Judgement) -> bool:
+def _is_before(offset: int, judgement: JudgedAttempt) -> bool:
     return judgement.offset < offset
 
 
@@ -323,7 +324,7 @@ def compare_runs(log: Log, request: RescoreRequest, states: Mapping[str, RunStat
 
 def _old_judgements(
     log: Log, request: RescoreRequest, states: Mapping[str, RunState], partition: int
-) -> Iterator[Judgement]:
+) -> Iterator[JudgedAttempt]:
     """Of all sources, in the order of the trajectories."""
     # One reader for each: the streams of two runs are not equally fast, so their rewards are not in one order.
     of_sources = [judgements(_in_order(log, states[source], partition)) for source in request.sources]

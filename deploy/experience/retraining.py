@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -21,6 +21,7 @@ from replayground.consumers.reports.runs import job_of
 from replayground.deploy import sources
 from replayground.deploy.config import parse_config, set_setting
 from replayground.deploy.experience.runs import (
+    ShowProgress,
     config_of,
     heartbeat,
     logs_in,
@@ -48,12 +49,6 @@ from replayground.streams.rules.runs import RunState
 SAMPLE_SIZE_MIN = 0.1
 "effective sample size of a batch, below which it is too far off-policy to be learned from unless that is forced"
 _LOOK_SECONDS = 0.3
-
-
-class Shown(Protocol):
-    """Shows the progress of long work."""
-
-    def __call__(self, done: int, total: int, detail: str) -> None: ...
 
 
 @dataclass
@@ -164,7 +159,7 @@ def _config(
 
 
 def go_on(
-    log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: Shown
+    log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowProgress
 ) -> RetrainResult | None:
     """Continues a retraining to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
     began = time.monotonic()
@@ -205,7 +200,7 @@ class _Work:
         self._source = list_runs(log)[request.source]
         self._first_version = version_address(request.weights_from).version
 
-    def go(self, show: Shown) -> None:
+    def go(self, show: ShowProgress) -> None:
         """Blocks until the last version is published. Raises what a thread raised."""
         threads = [
             threading.Thread(target=self._guarded, args=(work,), daemon=True) for work in (self._copy, self._train)
@@ -230,7 +225,7 @@ class _Work:
             self._failures.append(error)
             self._stop.set()
 
-    def _look(self, show: Shown) -> None:
+    def _look(self, show: ShowProgress) -> None:
         taken = int(self._metrics.figures().get("version", self._first_version)) - self._first_version
         show(taken, self._batches or 0, self._metrics.detail)
         if self._batches is not None and taken >= self._batches:
@@ -261,7 +256,9 @@ class _Work:
 
         run = run_of(self._field, self._state, "trainer")
         run = msgspec.structs.replace(run, job=msgspec.structs.replace(run.job, module=self._raw["job"]["module"]))
-        run_trainer(run, msgspec.convert(self._raw.get("trainer", {}), TrainerSettings), self._metrics, self._stop)
+        settings = msgspec.convert(self._raw.get("trainer", {}), TrainerSettings)
+        # Somebody waits at the terminal: a step that is refused ends the run with its reason.
+        run_trainer(run, settings, self._metrics, self._stop, pauses_when_refused=False)
 
 
 def ask_sft(log: Log, selection: str, begin: VersionAddress) -> SftRequest:
@@ -301,7 +298,7 @@ def start_sft(
 
 
 def go_on_sft(
-    log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: Shown
+    log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowProgress
 ) -> RetrainResult | None:
     """Continues an SFT to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
     began = time.monotonic()
@@ -334,7 +331,7 @@ class _SftWork:
         self._metrics = ProgramMetrics()
         self._failures: list[BaseException] = []
 
-    def go(self, show: Shown) -> None:
+    def go(self, show: ShowProgress) -> None:
         thread = threading.Thread(target=self._guarded, daemon=True)
         thread.start()
         try:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,6 +20,12 @@ from replayground.schemas.blobs import open_blobs
 from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Log
 from replayground.streams.rules.runs import RunState
+
+
+class ShowProgress(Protocol):
+    """Shows the progress of long work."""
+
+    def __call__(self, done: int, total: int, detail: str) -> None: ...
 
 
 def new_run_id(log: Log, what: str) -> str:

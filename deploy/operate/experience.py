@@ -20,8 +20,9 @@ from replayground.deploy.terminal_text import one_line
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
-    from replayground.deploy.experience.rescoring import RescoreResult, Shown
+    from replayground.deploy.experience.rescoring import RescoreResult
     from replayground.deploy.experience.retraining import RetrainResult
+    from replayground.deploy.experience.runs import ShowProgress
     from replayground.deploy.local.folder import FieldFolder
     from replayground.deploy.resolve import ResolvedConfig
     from replayground.schemas.events import StepTaken, TrajectoriesSelected, VersionAddress
@@ -400,7 +401,7 @@ def _selected(
 
 
 @contextmanager
-def shown_progress(what: str) -> "Iterator[Shown]":
+def shown_progress(what: str) -> "Iterator[ShowProgress]":
     """A progress bar with rate and remaining time in a terminal; else a line now and then."""
     if not console.is_terminal:
         yield _Lines(what)

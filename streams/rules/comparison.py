@@ -19,7 +19,7 @@ _OPEN_GROUPS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class JudgedAttempt:
     """What all scorers of one side say about one attempt."""
 
     offset: int
@@ -34,7 +34,7 @@ class Judgement:
     evidence: str = ""
 
     @classmethod
-    def of(cls, rewards: Sequence[RewardAssigned]) -> "Judgement":
+    def of(cls, rewards: Sequence[RewardAssigned]) -> "JudgedAttempt":
         """From one RewardAssigned of each scorer."""
         first = rewards[0]
         evidence = " · ".join(
@@ -53,14 +53,14 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Change:
+class RewardChange:
     """One attempt that the two sides judge differently."""
 
     distance: float
     trajectory_id: str
     partition: int = 0
-    before: Judgement = field(compare=False, kw_only=True)
-    after: Judgement = field(compare=False, kw_only=True)
+    before: JudgedAttempt = field(compare=False, kw_only=True)
+    after: JudgedAttempt = field(compare=False, kw_only=True)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Comparison:
     only_before: int = 0
     "judged before and not after"
     only_after: int = 0
-    changes: list[Change] = field(default_factory=list)
+    changes: list[RewardChange] = field(default_factory=list)
     "the greatest ones, as a heap"
 
     def __add__(self, other: "Comparison") -> "Comparison":
@@ -106,7 +106,7 @@ class Comparison:
         return self.agreed / self.attempts if self.attempts else None
 
     @property
-    def greatest_changes(self) -> list[Change]:
+    def greatest_changes(self) -> list[RewardChange]:
         return sorted(self.changes, reverse=True)
 
 
@@ -116,9 +116,9 @@ class Comparing:
     def __init__(self, partition: int = 0) -> None:
         self._partition = partition
         self._sums = Comparison()
-        self._groups: dict[str, list[tuple[Judgement, Judgement]]] = {}
+        self._groups: dict[str, list[tuple[JudgedAttempt, JudgedAttempt]]] = {}
 
-    def add(self, before: Judgement, after: Judgement) -> None:
+    def add(self, before: JudgedAttempt, after: JudgedAttempt) -> None:
         """One attempt that both sides judged."""
         sums = self._sums
         sums.attempts += 1
@@ -141,18 +141,18 @@ class Comparing:
         self._sums.only_before, self._sums.only_after = only_before, only_after
         return self._sums
 
-    def _note_change(self, before: Judgement, after: Judgement) -> None:
+    def _note_change(self, before: JudgedAttempt, after: JudgedAttempt) -> None:
         if before.reward == after.reward and before.passed == after.passed and before.counts == after.counts:
             return
         self._sums.changed += 1
         distance = abs(after.reward - before.reward)
-        change = Change(distance, after.trajectory_id, self._partition, before=before, after=after)
+        change = RewardChange(distance, after.trajectory_id, self._partition, before=before, after=after)
         if len(self._sums.changes) < CHANGES_KEPT:
             heapq.heappush(self._sums.changes, change)
         else:
             heapq.heappushpop(self._sums.changes, change)
 
-    def _note_group(self, before: Judgement, after: Judgement) -> None:
+    def _note_group(self, before: JudgedAttempt, after: JudgedAttempt) -> None:
         if after.group_size < 2:
             return
         members = self._groups.setdefault(after.group_id, [])
@@ -174,7 +174,7 @@ class Comparing:
         self._sums.groups_lost += signal_before and not signal_after
 
 
-def _is_reordered(members: Sequence[tuple[Judgement, Judgement]]) -> bool:
+def _is_reordered(members: Sequence[tuple[JudgedAttempt, JudgedAttempt]]) -> bool:
     # In the order of the old rewards, the new ones must not fall; equal old ones may be in any order.
     by_before = groupby(sorted(members, key=lambda pair: pair[0].reward), key=lambda pair: pair[0].reward)
     highest = float("-inf")
@@ -186,7 +186,7 @@ def _is_reordered(members: Sequence[tuple[Judgement, Judgement]]) -> bool:
     return False
 
 
-def judgements(rewards: Iterable[RewardAssigned]) -> Iterator[Judgement]:
+def judgements(rewards: Iterable[RewardAssigned]) -> Iterator[JudgedAttempt]:
     """Rewards of one partition in the order of the trajectories, as one judgement for each attempt. Repeats are left out,
     and attempts that not all of their scorers have judged."""
     last = -1
@@ -197,10 +197,10 @@ def judgements(rewards: Iterable[RewardAssigned]) -> Iterator[Judgement]:
             by_scorer = {reward.scorer: reward for reward in of_attempt}
             rewards = list(by_scorer.values())
             if by_scorer.keys() >= set(rewards[0].scorers):
-                yield Judgement.of(rewards)
+                yield JudgedAttempt.of(rewards)
 
 
-def compare(before: Iterator[Judgement], after: Iterator[Judgement], partition: int = 0) -> Comparison:
+def compare(before: Iterator[JudgedAttempt], after: Iterator[JudgedAttempt], partition: int = 0) -> Comparison:
     """Compares two sides of one partition, each in ascending order of offset."""
     comparing = Comparing(partition)
     only_before = only_after = 0

@@ -18,6 +18,7 @@ from replayground.schemas.events import (
     EventRejected,
     GroupCompleted,
     GroupMember,
+    JudgementMade,
     Meta,
     Position,
     Probe,
@@ -42,6 +43,7 @@ from replayground.schemas.events import (
     TrajectoryAssembled,
     TurnGenerated,
     Utterance,
+    VerdictGiven,
     VersionSpan,
     WeightsFile,
     WeightsLoaded,
@@ -209,6 +211,7 @@ class SyntheticRun:
         yield from self._heartbeats(step, version)
         yield self._snapshot()
         yield self._selection()
+        yield from self._judged(groups[0].members[0])
         yield from self._weights(version + 1, "grpo", batch)
         if step % 10 == 0 and step < job.steps:
             yield from self._evaluation(version + 1, chance, ("sampled",))
@@ -408,6 +411,40 @@ class SyntheticRun:
             ended_by=trajectory.ended_by,
             tokens_sampled=trajectory.tokens_sampled,
             policy_version_oldest=trajectory.policy_version_oldest,
+        )
+
+    def _judged(self, member: GroupMember) -> Iterator[Event]:
+        """One attempt judged by a model and by a person."""
+        ids = Ids(trajectory_id=member.trajectory_id, group_id=self._id("judged"), attempt_id=member.attempt_id)
+        yield JudgementMade(
+            meta=self._meta("judgements", "judgement", "train", "train", ids=ids),
+            trajectory=member.trajectory,
+            judge="careful",
+            judge_version="1",
+            judged_by="model",
+            verdict="scored",
+            score=0.5,
+            excluded_because=None,
+            scores=[0.25, 0.75],
+            votes=2,
+            tries=3,
+            answers=["a quarter", "three quarters"],
+            model="small",
+            prompt_hash="p",
+            tokens_in=100,
+            tokens_out=7,
+            cost=0.25,
+            milliseconds=80.0,
+            verdicts=[],
+        )
+        yield VerdictGiven(
+            meta=self._meta("judgements", "verdict", "train", "train", ids=ids),
+            trajectory=member.trajectory,
+            scorer="people",
+            scorer_version="1",
+            annotator="ann",
+            score=1.0,
+            comment="well done",
         )
 
     def _group(self, group_id: str, members: list[GroupMember]) -> GroupCompleted:

@@ -78,7 +78,7 @@ def test_a_row_without_an_event_is_found_and_removed(filled: MemoryLog, store: S
     before = row_count(store)
     partition = 0 if offset else 99
     store._writing.command(
-        "INSERT INTO events (topic, partition, offset, type, id, body) "
+        "INSERT INTO events (topic, partition, offset, type, id) "
         f"VALUES ('rewards', {partition}, {offset}, 'RewardAssigned', 'nobody', '{{}}')"
     )
     (rewards,) = disagreeing(compared(filled, store))
@@ -91,7 +91,7 @@ def test_a_row_without_an_event_is_found_and_removed(filled: MemoryLog, store: S
 def test_rows_of_what_the_log_has_forgotten_stay(filled: MemoryLog, store: Store) -> None:
     """A version whose newer message stands for it, and a heartbeat older than the topic's memory."""
     store._writing.command(
-        "INSERT INTO events (topic, partition, offset, type, id, body) VALUES "
+        "INSERT INTO events (topic, partition, offset, type, id) VALUES "
         "('weights', 0, 1000000, 'WeightsPublished', 'forgotten', '{}'), ('control', 99, 0, 'WorkerSeen', 'old', '{}')"
     )
     before = row_count(store)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from replayground.consumers.clickhouse.migrations import TABLES
 from replayground.consumers.clickhouse.queries import SESSIONS_OF_RUNS
 from replayground.consumers.clickhouse.rows import event_row
 from replayground.consumers.clickhouse.sql_guard import check_sql
 from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.clickhouse.views import TABLES
 from replayground.schemas.events import Address, Event
 from tests.consumers.synthetic_run import BEGAN, SyntheticRun, run_of
 

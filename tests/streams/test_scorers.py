@@ -527,7 +527,7 @@ def test_a_reference_that_cannot_be_read_is_a_mistake_of_the_task(scorer: BuiltI
         lambda: NumericTolerance(relative=-1.0),
         lambda: NumericTolerance(absolute=math.nan),
         lambda: RegexMatch(pattern="("),
-        lambda: TableMatch(measure="columns"),
+        lambda: TableMatch(measure="columns"),  # type: ignore[arg-type]
         lambda: Checkpoints(steps=(Checkpoint(name="a"),)),
         lambda: Checkpoints(steps=(Checkpoint(name="a", says="x", arguments="y"),)),
         lambda: Checkpoints(steps=(Checkpoint(name="a", says="x"), Checkpoint(name="a", says="y"))),

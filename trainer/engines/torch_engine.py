@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from replayground.schemas.errors import BadInput
@@ -29,6 +30,7 @@ class TorchEngine:
         self._seed = seed
         self._static: dict[str, Path] = {}
         self._loaded: tuple[Model, torch.optim.Optimizer] | None = None
+        self._reference: Model | None = None
 
     def load(self, files: Mapping[str, Path], checkpoint: Mapping[str, Path]) -> None:
         model = _model_of(files)
@@ -36,6 +38,9 @@ class TorchEngine:
         restore_optimizer(optimizer, model.parameters, checkpoint)
         self._static = {name: path for name, path in files.items() if name != WEIGHTS}
         self._loaded = model, optimizer
+
+    def set_reference(self, files: Mapping[str, Path]) -> None:
+        self._reference = _model_of(files)
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
         model, _ = self._ready()
@@ -68,10 +73,22 @@ class TorchEngine:
             learning_rate = self._settings.grpo.learning_rate * batch.learning_rate_share
             # Set for every batch: the checkpoint has no learning rate, and a restart must continue the schedule.
             optimizer.param_groups[0]["lr"] = learning_rate
-            metrics = take_step(model, optimizer, tensors, self._settings.grpo, batch.base_version, batch.index)
+            rules, reference = self._rules(batch.index)
+            metrics = take_step(model, optimizer, tensors, rules, batch.base_version, batch.index, reference)
             metrics["learning_rate"] = learning_rate
         metrics["trajectories_refused"] = float(len(tensors.refused))
-        return StepReport(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
+        seconds = {"tensors": ready - began, "forward_backward": time.monotonic() - ready}
+        return StepReport(metrics, seconds, tensors.refused)
+
+    def _rules(self, index: int) -> tuple[GrpoSettings, Model | None]:
+        """The learning rule for a batch, with what falls over the batches, and the reference model it needs."""
+        rules = self._settings.grpo
+        place = rules.schedule_start + index
+        left = max(0.0, 1.0 - place / rules.reference_steps) if rules.reference_steps else 1.0
+        if not rules.reference_weight * left:
+            return rules, None
+        assert self._reference is not None, "set_reference comes first"
+        return replace(rules, reference_weight=rules.reference_weight * left), self._reference
 
     def save(self, folder: Path) -> dict[str, Path]:
         model, _ = self._ready()
