@@ -138,6 +138,21 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
 
+class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters instead of full weights, in the file format of PEFT. TOML section [trainer.lora]."""
+
+    rank: int = 0
+    "of the two factors of each update; 0 = all weights are trained"
+    alpha: float = 16.0
+    "updates are scaled by alpha / rank"
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    "last names of the linear layers that get an adapter"
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "rank must not be negative")
+        _require(self.rank == 0 or bool(self.targets), "targets must name a layer")
+
+
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer program. TOML section [trainer]."""
 
@@ -149,6 +164,10 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "the cold start"
     grpo: GrpoSettings = field(default_factory=GrpoSettings)
     "the learning rule"
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    "adapters instead of full weights"
+    gradient_checkpointing: bool = False
+    "layers of a Llama are computed again for the gradient instead of being kept: less memory, about a third more time"
     threads: int = 1
     "threads of torch; two on busy cores were 6 to 50 times slower than one"
 

@@ -425,7 +425,9 @@ class _TrainingLoop:
         # nothing names, which a sweep removes (decision 0011).
         files, checkpoint_files = self.publisher.store(saved), self.publisher.store(checkpoint)
         report.seconds.update({"checkpoint": ready - began, "publish": time.monotonic() - ready})
-        published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
+        published = self.publisher.weights_published(
+            *(base_version, version, files, checkpoint_files, probe, self.engine.kind), batch_id
+        )
         return self._announce(kind, published, report, transactor, batches, batch_id)
 
     def _probe(self, files: Mapping[str, Path]) -> Probe:
