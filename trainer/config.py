@@ -54,6 +54,20 @@ class SftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     "share of the learning rates that the cosine ends at"
     gradient_clip: float = 1.0
     "greatest norm of a gradient"
+    check_demonstrations: int = 0
+    "trajectories that are not trained on, to check whether what was read is copied exactly; 0 = no check"
+    check_accuracy_min: float = 0.95
+    "share of turns with copied text that must be exact; below it, more steps follow"
+    check_rounds_max: int = 3
+    "how often more steps follow at most; after that, practice begins all the same"
+    check_steps: int = 300
+    "steps of such a round, with a warm-up and a cosine of its own"
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.check_accuracy_min <= 1, "check_accuracy_min is a share: 0 to 1")
+        for name in ("check_demonstrations", "check_rounds_max"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        _require(self.check_steps >= 1, "check_steps must be at least 1")
 
 
 class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -68,11 +68,13 @@ class TorchEngine:
         metrics = {
             "loss": figures.loss_last,
             "loss_first": figures.loss_first,
-            "steps": float(self._settings.sft.steps),
+            "steps": float(figures.steps),
             "tokens": float(figures.tokens),
             "trajectories": float(learned),
             "trajectories_refused": float(len(demonstrations) - learned),
         }
+        if figures.copy_accuracy is not None:
+            metrics |= {"copy_accuracy": figures.copy_accuracy, "check_rounds": float(figures.check_rounds)}
         return StepReport(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
 
     def grpo(self, batch: GrpoBatch) -> StepReport:
