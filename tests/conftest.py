@@ -9,7 +9,6 @@ from hypothesis import settings
 from replayground.deploy.local.stack import LogAddresses, local_log
 from replayground.schemas.run import JobSettings, Run
 
-
 # A busy machine is no reason to fail: no assertions on time.
 settings.register_profile("without_deadline", deadline=None)
 settings.load_profile("without_deadline")
