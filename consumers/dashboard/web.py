@@ -53,6 +53,7 @@ from replayground.consumers.reports.transcripts import Transcript, TranscriptEnt
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import TrajectoriesSelected
 from replayground.schemas.ids import now_microseconds
+from replayground.schemas.redaction import redacted
 from replayground.streams.log.protocol import Log
 from replayground.streams.replay.selection import selections_on_log
 from replayground.streams.rules.lineage import Lineage
@@ -426,11 +427,11 @@ async def _respond_to(question: Awaitable[Any], shown: Callable[[Any], Response]
         answer = await question
         return _json(answer, 200) if shown is None else shown(answer)
     except UnknownRun as error:
-        return _json({"error": str(error)}, 404)
+        return _json({"error": redacted(str(error))}, 404)
     except SqlBusy as error:
-        return _json({"error": str(error)}, 429)
+        return _json({"error": redacted(str(error))}, 429)
     except BadInput as error:
-        return _json({"error": str(error)}, 400)
+        return _json({"error": redacted(str(error))}, 400)
 
 
 def _json(content: Any, status: int) -> Response:
