@@ -78,17 +78,17 @@ class ServerUser:
         reason = too_long(sql)
         if reason is None:
             await self._table(f"SELECT formatQuerySingleLine({quoted(sql)})")
-            reason = refusal((await self._asked(f"EXPLAIN AST {sql}", {}, "TSVRaw")).decode(errors="replace"))
+            reason = refusal((await self._request(f"EXPLAIN AST {sql}", {}, "TSVRaw")).decode(errors="replace"))
         if reason is not None:
             raise SqlRefused(reason)
 
     async def _table(self, sql: str, settings: dict[str, str] | None = None) -> SqlTable:
         try:
-            return msgspec.json.decode(await self._asked(sql, settings or {}, "JSONCompact"), type=SqlTable)
+            return msgspec.json.decode(await self._request(sql, settings or {}, "JSONCompact"), type=SqlTable)
         except msgspec.DecodeError:
             raise SqlRefused("the result is no table") from None
 
-    async def _asked(self, sql: str, settings: dict[str, str], form: str) -> bytes:
+    async def _request(self, sql: str, settings: dict[str, str], form: str) -> bytes:
         parameters: dict[str, Any] = {**settings, "default_format": form}
         found = bytearray()
         try:

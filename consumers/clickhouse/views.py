@@ -19,7 +19,7 @@ from replayground.streams.rules.reward import (
 
 
 @dataclass(frozen=True)
-class View:
+class ViewDefinition:
     """A view or table that people may query."""
 
     name: str
@@ -52,14 +52,14 @@ def _of_kind(
     renamed: Mapping[str, str] | None = None,
     meanings: Mapping[str, str] | None = None,
     derived: bool = False,
-) -> View:
+) -> ViewDefinition:
     """A view of one kind of event: its envelope and these columns. `renamed`: name in the view → name in the table."""
     renamed = renamed or {}
     names = columns.split()
     chosen = ", ".join(f"`{renamed[n]}` AS `{n}`" if n in renamed else f"`{n}`" for n in [*_ENVELOPE, *names])
     once = " LIMIT 1 BY run_id, id" if derived else ""
     stored = {n: MEANINGS[renamed[n]] for n in names if n in renamed}
-    return View(
+    return ViewDefinition(
         name,
         rows,
         f"SELECT {chosen} FROM {table} WHERE type = '{kind}'{once}",
@@ -270,18 +270,18 @@ _OBSERVATIONS = _of_kind(
     "call_id tool content is_error error_kind perturbation milliseconds context",
 )
 
-VIEWS: tuple[View, ...] = (
-    View(
+VIEWS: tuple[ViewDefinition, ...] = (
+    ViewDefinition(
         "events",
         "a message of the log: envelope and figures",
         columns={column.name: column.meaning for column in columns_of("events")},
     ),
-    View(
+    ViewDefinition(
         "payloads",
         "a message of the log with its texts; `body` is the whole event as JSON",
         columns={column.name: column.meaning for column in columns_of("payloads")},
     ),
-    View(
+    ViewDefinition(
         "runs",
         "a run: job, seed, who started it, when and why it ended",
         _RUNS,
@@ -315,7 +315,7 @@ VIEWS: tuple[View, ...] = (
     ),
     _of_kind("calls", "a call of a tool", "ToolCalled", "payloads", "call_id agent tool arguments"),
     _OBSERVATIONS,
-    View(
+    ViewDefinition(
         "tool_calls",
         "a result of a tool call, with the arguments of the call",
         _TOOL_CALLS,
@@ -362,7 +362,7 @@ VIEWS: tuple[View, ...] = (
         "policy_version_oldest scorer_set weight passed trajectory_partition trajectory_offset",
         derived=True,
     ),
-    View(
+    ViewDefinition(
         "outcomes",
         "reward and result of an attempt by one scorer set, once all its scorers have judged it",
         outcomes(),
@@ -442,7 +442,7 @@ VIEWS: tuple[View, ...] = (
         "version server digest probe_gap seconds refusal",
         renamed={"seconds": "load_seconds"},
     ),
-    View(
+    ViewDefinition(
         "servers",
         "a server of a run, as of its newest load",
         _SERVERS,
@@ -474,7 +474,7 @@ VIEWS: tuple[View, ...] = (
         "events",
         "stage reason origin_topic origin_partition origin_offset",
     ),
-    View(
+    ViewDefinition(
         "pass_at_k",
         "pass@k and pass^k of a session by one scorer set, for one k",
         _PASS_AT_K,
@@ -491,7 +491,7 @@ VIEWS: tuple[View, ...] = (
             "tasks_left_out_strict": "tasks with fewer",
         },
     ),
-    View(
+    ViewDefinition(
         "cost_per_success",
         "what a session cost, and cost for each success by one scorer set",
         _COST_PER_SUCCESS,
@@ -506,7 +506,7 @@ VIEWS: tuple[View, ...] = (
             "cost_per_success": "null without a success",
         },
     ),
-    View(
+    ViewDefinition(
         "staleness",
         "how old the trajectories of a batch are",
         _STALENESS,
@@ -523,7 +523,7 @@ VIEWS: tuple[View, ...] = (
             },
         ),
     ),
-    View(
+    ViewDefinition(
         "tool_latency",
         "calls, errors and milliseconds of one tool in one run",
         _TOOL_LATENCY,
@@ -539,7 +539,7 @@ VIEWS: tuple[View, ...] = (
             "max_ms": "longest",
         },
     ),
-    View(
+    ViewDefinition(
         "lineage",
         "a trajectory in a batch: which step trained on it, and which weights came of that",
         _LINEAGE,

@@ -11,7 +11,7 @@ from replayground.deploy.options import FIELD, Field, echo, echo_error
 from replayground.deploy.terminal_text import one_line
 
 if TYPE_CHECKING:
-    from replayground.deploy.experience.rescoring import Asked, RescoreResult
+    from replayground.deploy.experience.rescoring import RescorePlan, RescoreResult
     from replayground.deploy.experience.trying import Failures
     from replayground.deploy.local.folder import FieldFolder
     from replayground.deploy.resolve import ResolvedConfig
@@ -54,7 +54,7 @@ def try_scorer(
 
     failures: Failures = {}
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
-        asked = _asked(log, folder, resolved, chosen, run, where)
+        asked = _plan(log, folder, resolved, chosen, run, where)
         request = msgspec.structs.replace(asked.request, score_seconds_max=seconds)
         asked = replace(asked, request=request, scorers=watched(asked.scorers, failures))
         with shown_progress("judging") as show:
@@ -67,9 +67,9 @@ def try_scorer(
         raise typer.Exit(1)
 
 
-def _asked(
+def _plan(
     log: "KafkaLog", folder: "FieldFolder", resolved: "ResolvedConfig", chosen: str, run: list[str], where: str
-) -> "Asked":
+) -> "RescorePlan":
     """The request that `rescore` would make, with nothing written. Raises BadInput."""
     from replayground.deploy.experience.rescoring import ask
     from replayground.deploy.experience.scorer_files import parse_scorers

@@ -44,7 +44,7 @@ def next_verdicts(run: _OfRun = None, annotator: _As = "", scorer: _Scorer = "",
 
     Examples:  replayground verdicts next  ·  replayground verdicts next --run 2026 --as ada
     """
-    with _opened(field, run, scorer) as opened:
+    with _open_queue(field, run, scorer) as opened:
         name = annotator or _user()
         given = 0
         try:
@@ -65,7 +65,7 @@ def list_waiting(run: _OfRun = None, scorer: _Scorer = "", field: Field = FIELD)
 
     Examples:  replayground verdicts list  ·  replayground verdicts list --run 2026 --scorer helpful
     """
-    with _opened(field, run, scorer) as opened:
+    with _open_queue(field, run, scorer) as opened:
         counts: Counter[tuple[str, bool]] = Counter()
         for attempt in opened.queue.attempts():
             counts[attempt.judge.name, attempt.is_judged] += 1
@@ -93,7 +93,7 @@ def give_verdict(
     from replayground.streams.judges.human_queue import VerdictLine
 
     line = VerdictLine(trajectory=trajectory, score=score, comment=comment)
-    with _opened(field, run, scorer) as opened:
+    with _open_queue(field, run, scorer) as opened:
         ((attempt, line),) = _without_number(lambda: opened.queue.matched([line], annotator or _user()))
         is_new = opened.give(attempt, line.annotator, line.score, line.comment)
         echo("given" if is_new else "you have said so before: nothing to write")
@@ -123,7 +123,7 @@ def import_verdicts(
         raise BadInput(f"{file} cannot be read: {error.strerror}") from error
     except BadInput as error:
         raise BadInput(f"{file}: {error}") from error
-    with _opened(field, run, scorer) as opened:
+    with _open_queue(field, run, scorer) as opened:
         matched = opened.queue.matched(lines, annotator or _user())
         given = sum(opened.give(attempt, line.annotator, line.score, line.comment) for attempt, line in matched)
         echo(f"{given:,} verdicts given, {len(lines) - given:,} were on the log already")
@@ -138,7 +138,7 @@ def show_agreement(run: _OfRun = None, scorer: _Scorer = "", field: Field = FIEL
 
     Example:  replayground verdicts agreement --run 2026
     """
-    with _opened(field, run, scorer) as opened:
+    with _open_queue(field, run, scorer) as opened:
         for name in opened.judges:
             levels = {level: opened.queue.agreement(name, level) for level in ("nominal", "ordinal", "interval")}
             shown = ", ".join(f"{level} {'undefined' if a is None else f'{a:.3f}'}" for level, a in levels.items())
@@ -178,7 +178,7 @@ class _Opened:
 
 
 @contextmanager
-def _opened(path: Path, beginning: str | None, scorer: str) -> Iterator[_Opened]:
+def _open_queue(path: Path, beginning: str | None, scorer: str) -> Iterator[_Opened]:
     """The queue of a run. Raises BadInput for a run whose job asks nobody."""
     from replayground.deploy.experience.rescoring import module_of
     from replayground.deploy.experience.runs import run_of
