@@ -340,6 +340,12 @@ WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND version IN {vers
 ORDER BY offset LIMIT 1 BY run_id, version
 """
 
+# Grouped by type too, so that the projection by_run answers it.
+NEWEST_VERSIONS = """
+SELECT run_id, max(version) AS newest FROM events
+WHERE run_id IN {runs:Array(String)} AND type = 'WeightsPublished' GROUP BY run_id, type
+"""
+
 SFT_STEPS = """
 SELECT run_id, version FROM events
 WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'sft'

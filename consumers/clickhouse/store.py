@@ -203,19 +203,6 @@ class Store:
             raise StoreFailed(f"the trace store could not answer: {error}") from error
         return QueryResult(tuple(result.column_names), [tuple(row) for row in result.result_rows])
 
-    def ask_guarded(self, sql: str, settings: Mapping[str, Any]) -> QueryResult:
-        """Runs a checked query of a user, on a connection of its own. Raises StoreFailed."""
-        # Never reused: chDB was seen to return rows of one statement with the next result on the same connection.
-        try:
-            client = self._connect()
-            try:
-                result = client.query(sql, settings={"max_threads": self._threads, **settings, **_EXACT})
-            finally:
-                client.close()
-        except ClickHouseError as error:
-            raise StoreFailed(str(error)) from error
-        return QueryResult(tuple(result.column_names), [tuple(row) for row in result.result_rows])
-
     @contextmanager
     def staging(self) -> "Iterator[Staging]":
         """Tables in memory that hold rows for as long as their checksums are computed. Raises StoreFailed."""

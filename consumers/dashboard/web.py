@@ -1,10 +1,12 @@
 """The web server of the traces program: the HTTP interface under /api, and the page.
 
-It listens on loopback unless [traces] bind is set. Every request but /api/runs takes ?run=ID; without it, it is about
-the newest run unless noted. An error is {"error": one sentence}: 404 for an unknown run, 400 for other bad input.
+It listens on loopback unless [traces] bind is set, and then asks for a token (dashboard.access). Every request but
+/api/runs takes ?run=ID; without it, it is about the newest run unless noted. A POST carries JSON. An error is
+{"error": one sentence}: 404 for an unknown run, 401 and 403 for who may not, 429 for too much at once, 400 for other bad
+input.
 
 GET  /api/runs           all runs of the field, newest first (consumers.reports.runs.RunEntry)
-POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds"}; without a run, over all runs
+POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds", "age_seconds"}; without a run, over all
 GET  /api/overview       the state of the run (consumers.reports.overview.Overview)
 POST /api/catch-up       waits until the store has caught up with the log
 POST /api/finish         waits until the store has caught up with the log, then {"summary": …, "report": html}
@@ -21,8 +23,9 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -30,13 +33,14 @@ import structlog
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from replayground.consumers.clickhouse.people_sql import PeopleSql
 from replayground.consumers.clickhouse.query_cache import QueryCache
-from replayground.consumers.clickhouse.sql_answers import SqlAnswer
+from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlBusy
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.config import TracesSettings
+from replayground.consumers.dashboard.access import LOOPBACK_NAMES, Access, Throttle, person_of
+from replayground.consumers.dashboard.tokens import TokenFile
 from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
 from replayground.consumers.reports import runs
@@ -54,7 +58,7 @@ from replayground.streams.replay.selection import selections_on_log
 from replayground.streams.rules.lineage import Lineage
 from replayground.streams.rules.runs import RunState
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK_ADDRESSES = ("127.0.0.1", "::1", "localhost")
 _FRESH_SECONDS = 1.0
 _CATCH_UP_SECONDS_MAX = 120.0
 _TRANSCRIPTS_MAX = 500
@@ -77,6 +81,8 @@ class SqlResult(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[list[Any]]
     truncated: bool
     seconds: float
+    age_seconds: float = 0.0
+    "how old the data was when the result was complete"
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class Traces:
         self._turn = threading.Lock()
         self._seen: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
         self._people = PeopleSql(settings)
+        self._asked = Throttle(settings.sql_per_minute_max, 60.0)
 
     @property
     def store(self) -> Store:
@@ -157,6 +164,15 @@ class Traces:
         began = time.monotonic()
         return self._shown(self._people.ask(statement, self._id_of(run_id)), began)
 
+    async def asked_sql(self, statement: str, run_id: str | None = None, person: str = "") -> SqlResult:
+        """As `sql`, without a thread: what serves the page does not wait. Raises SqlBusy when too many are waiting."""
+        began = time.monotonic()
+        if self._asked.is_full(person):
+            raise SqlBusy(f"more than {self._settings.sql_per_minute_max} statements in a minute: wait a little")
+        self._asked.mark(person)
+        found = await asyncio.to_thread(self._id_of, run_id) if run_id else None
+        return self._shown(await self._people.asked(statement, found, person), began)
+
     def close(self) -> None:
         """Ends the statements that are running."""
         self._people.close()
@@ -171,6 +187,7 @@ class Traces:
             rows=answer.rows[:most],
             truncated=len(answer.rows) > most,
             seconds=round(time.monotonic() - began, 3),
+            age_seconds=answer.age_seconds,
         )
 
     def transcripts(
@@ -245,12 +262,11 @@ class Traces:
             )
 
 
-def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
-    """The application with everything under /api."""
+def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI:
+    """The application with everything under /api, behind the checks of dashboard.access. Raises BadInput when it would
+    listen on other machines' requests without a token."""
     app = FastAPI(title="Replayground traces", docs_url=None, redoc_url=None, openapi_url=None)
-    if bind == _LOOPBACK:
-        # Against DNS rebinding: a foreign page could make its own host name resolve to this machine and send SQL.
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[_LOOPBACK, "localhost"])
+    app.add_middleware(Access, **_checks(settings or TracesSettings()))
 
     @app.get("/api/runs")
     async def all_runs() -> Response:
@@ -262,7 +278,8 @@ def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
             statement = msgspec.json.decode(await request.body(), type=dict[str, str])["sql"]
         except (msgspec.DecodeError, KeyError):
             return _json({"error": 'send {"sql": "SELECT …"}'}, 400)
-        return await _respond(lambda: traces.sql(statement, run))
+        person = person_of(request)
+        return await _respond_to(traces.asked_sql(statement, run, person.name))
 
     @app.get("/api/overview")
     async def view(run: str | None = None) -> Response:
@@ -324,12 +341,22 @@ class WebServer:
         from replayground.consumers.dashboard.routes import add_views
 
         traces = Traces(store, settings, source)
-        app = interface(traces, settings.bind)
+        app = interface(traces, settings)
         add_views(app, traces)
         self._traces = traces
         # A browser keeps its connection open: without the timeout, shutdown would wait for it.
         config = uvicorn.Config(
-            app, host=settings.bind, port=settings.port, log_config=None, access_log=False, timeout_graceful_shutdown=2
+            app,
+            host=settings.bind,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=2,
+            # A proxy is not believed about who asks: its own address counts.
+            proxy_headers=False,
+            server_header=False,
+            ssl_certfile=settings.tls_certificate or None,
+            ssl_keyfile=settings.tls_key or None,
         )
         self._server = uvicorn.Server(config)
         self._bind, self._port = settings.bind, settings.port
@@ -342,7 +369,9 @@ class WebServer:
             if not self._thread.is_alive():
                 raise BadInput(f"the web page could not be opened on port {self._port}: see the log above")
             time.sleep(0.02)
-        _log.info("page_started", address=f"http://{self._bind}:{self._port}")
+        _log.info(
+            "page_started", address=f"http{'s' if self._server.config.is_ssl else ''}://{self._bind}:{self._port}"
+        )
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -367,13 +396,34 @@ def _require_free(bind: str, port: int) -> None:
             ) from error
 
 
+def _checks(settings: TracesSettings) -> dict[str, Any]:
+    """The arguments of Access. Raises BadInput."""
+    if bool(settings.tls_certificate) != bool(settings.tls_key):
+        raise BadInput("TLS needs both files: set [traces] tls_certificate and tls_key, or neither")
+    if settings.bind in _LOOPBACK_ADDRESSES:
+        return {"hosts": LOOPBACK_NAMES, "is_tls": bool(settings.tls_key)}
+    tokens = TokenFile(Path(settings.tokens)) if settings.tokens else None
+    if tokens is None or all(token.revoked_at for token in tokens.tokens()):
+        raise BadInput(
+            f"[traces] bind = {settings.bind} lets other machines in, and nobody has a token: "
+            "`replayground tokens add NAME --role viewer` makes one"
+        )
+    return {"hosts": (), "tokens": tokens, "is_tls": bool(settings.tls_key)}
+
+
 async def _respond(question: Callable[[], Any], shown: Callable[[Any], Response] | None = None) -> Response:
     # In a thread: requests block for their queries, and the event loop serves all browsers.
+    return await _respond_to(asyncio.to_thread(question), shown)
+
+
+async def _respond_to(question: Awaitable[Any], shown: Callable[[Any], Response] | None = None) -> Response:
     try:
-        answer = await asyncio.to_thread(question)
+        answer = await question
         return _json(answer, 200) if shown is None else shown(answer)
     except UnknownRun as error:
         return _json({"error": str(error)}, 404)
+    except SqlBusy as error:
+        return _json({"error": str(error)}, 429)
     except BadInput as error:
         return _json({"error": str(error)}, 400)
 

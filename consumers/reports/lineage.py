@@ -214,7 +214,7 @@ class Lineages:
         places = {Address(TOPIC, row["partition"], row["offset"]) for row in rows}
         row = rows[0]
         steps = [*self._steps_with(trajectory_id, places), *self._sft_with(row, places)]
-        newest = {str(run): int(version) for run, version in self._store.ask(queries.VERSIONS_OF_RUNS, asked).rows}
+        newest = {str(run): int(version) for run, version in self._store.ask(queries.NEWEST_VERSIONS, asked).rows}
         rewards = self._rewards(runs, [trajectory_id])
         return TrajectoryLineage(
             trajectory_id=trajectory_id,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from replayground.deploy.options import FIELD, Field, RunArgument, RunOption, console, echo, echo_error
+from replayground.deploy.terminal_text import cells, printable
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
@@ -82,11 +82,20 @@ def logs(
             raise BadInput(f"there is no log of {program}; there are: {', '.join(known)}")
         files = [of_run[program]] if program is not None else list(of_run.values())
     try:
-        # -F and not -f: supervisord rotates log files, and tail must follow the name.
-        subprocess.run(["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)], check=False)
+        _print_ends([str(file) for file in files], lines, follow)
     except KeyboardInterrupt:
         # Ctrl-C is the normal end of following; exit code 0.
         return
+
+
+def _print_ends(files: list[str], lines: int, follow: bool) -> None:
+    """Prints the last lines of files, and what is added. Programs log what others wrote."""
+    # -F and not -f: supervisord rotates log files, and tail must follow the name.
+    command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *files]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(printable(line.rstrip("\n")), flush=True)
 
 
 def sql(
@@ -200,10 +209,12 @@ def _print_answer(answer: dict[str, Any]) -> None:
 def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """Prints a table in a terminal, else tab-separated lines."""
     if not console.is_terminal:
-        print("\n".join("\t".join(row) for row in [columns, *rows]))
+        print("\n".join("\t".join(map(printable, row)) for row in [columns, *rows]))
         return
-    table = Table(*columns)
+    # `Table` takes headings that are no text as they are; add_column takes both.
+    table = Table()
+    for heading in cells(columns):
+        table.add_column(heading)
     for row in rows:
-        # As Text: values may contain square brackets, which Rich would read as markup.
-        table.add_row(*(Text(value) for value in row))
+        table.add_row(*cells(row))
     console.print(table)
