@@ -1,8 +1,10 @@
 """Runs without an end: what a restart costs after more and more ended trajectories of one run (P13).
 
-One run continues (bench.practice). At each size, a number of ended trajectories, its programs are killed and restarted
-one after another, each with work waiting. Measured: seconds from the start (after imports) to the first event written,
-memory at that moment, and the size of the state. The streams also lose their state folder.
+One field for each size, each with a broker and one run (bench.practice). First each run is continued until it has its
+number of ended trajectories. Then all fields stay up, and in every round the programs of each run are killed and
+restarted one after another, each with work waiting: the first size and the last by turns, program by program, so that
+both sides of a ratio see the same machine. Measured: seconds from the start (after imports) to the first event written,
+processor seconds in that time, memory at that moment, and the size of the state. The streams also lose their state folder.
 
 Every restart finds the same work, at every size, so that only the length of the run differs:
 
@@ -19,9 +21,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from bench.practice import (
     new_run,
     settings_of,
 )
-from bench.rounds import Figure, figure, growth, worst
+from bench.rounds import Figure, figure, worst
 from replayground.consumers.config import ReloaderSettings
 from replayground.consumers.weights_to_vllm import TargetReader
 from replayground.deploy.local.stack import LogAddresses, local_log
@@ -63,16 +64,19 @@ class Restart:
     """One restart of one program."""
 
     seconds: float
+    processor_seconds: float
     memory_bytes: int
     state_bytes: dict[str, int]
 
 
 @dataclass
 class Endless:
-    """The run, its log, and the programs that are running for it."""
+    """A run on a field of its own, and the programs that are running for it."""
 
     run: Run
     log: KafkaLog
+    ended: Counter
+    "trajectories that have ended"
     folder: Path
     server: Server
     newest: WeightsPublished
@@ -82,10 +86,12 @@ class Endless:
     programs: dict[str, Program] = field(default_factory=dict)
     player: Player | None = None
 
-    def grow(self, ended: Counter, count: int) -> None:
+    def grow(self, count: int) -> None:
         """Runs until `count` trajectories have ended in all, then until no work is left."""
         self._start(LOOP)
-        ended.reach(count, self._require_alive)
+        for tenth in range(1, 11):
+            self.ended.reach(count * tenth // 10, self._require_alive)
+            print(f"{self.ended.count():,} of {count:,} ended trajectories", file=sys.stderr, flush=True)
         self._stop("feeder")
         self._rest()
 
@@ -106,32 +112,39 @@ class Endless:
         """Plays what is open to its end. The scheduler leaves a snapshot, the others are killed."""
         self.open_tasks.drain(self._require_alive)
         # The ends of the last batch reach the scheduler after the batch.
-        Counter(self.log, "attempts").settle(self._require_alive)
+        self._settle("attempts")
         self._stop("scheduler")
         self.kill_all()
         self.idle_bytes = _snapshot_bytes(self.log, self.run, "scheduler")
 
-    def restart_all(self) -> dict[str, Restart]:
-        """Restarts each program in the order of the flow: what one writes is the work of the next."""
-        restarts = {"feeder": self._restart("feeder", "tasks"), "scheduler": self._restart("scheduler", "rollouts")}
+    def restarts(self) -> Iterator[tuple[str, Restart]]:
+        """Restarts each program in the order of the flow: what one writes is the work of the next.
+
+        Between two of them this run is at rest, so that the restarts of another one can be measured."""
+        yield "feeder", self._restart("feeder", "tasks")
+        restart = self._restart("scheduler", "rollouts")
         self._play()
-        Counter(self.log, "messages").settle(lambda: None)
+        self._settle("messages")
         self.kill_all()
+        yield "scheduler", restart
         # The worst case: the state is read back from the changelog topics.
         shutil.rmtree(self.folder / "state")
         # A group keeps the partitions of a killed member until its session expires. That time is constant, so it is
         # waited out here; measured is what follows, which is the part that could grow.
         time.sleep(StreamsSettings().session_timeout_seconds)
-        restarts["streams"] = self._restart("streams", "trajectories")
+        restart = self._restart("streams", "trajectories")
         # The cutter needs whole groups to write a batch.
-        Counter(self.log, "groups").settle(self._require_alive)
-        restarts["cut"] = self._restart("cut", "batches")
-        restarts["trainer"] = self._restart("trainer", "steps")
-        restarts["reloader"] = self._restart("reloader", None)
+        self._settle("groups")
+        yield "streams", restart
+        for name, writes in (("cut", "batches"), ("trainer", "steps")):
+            restart = self._restart(name, writes)
+            self._settle(writes)
+            yield name, restart
+        restart = self._restart("reloader", None)
         self.kill_all()
         # The real trainer has published a version in this round: the Player must continue from it.
         self.newest = _newest_weights(self.log, self.run)
-        return restarts
+        yield "reloader", restart
 
     def _restart(self, name: str, writes: str | None) -> Restart:
         program = self._prepare(name)
@@ -139,15 +152,20 @@ class Endless:
         # The watch begins before the program: its first event must not be missed.
         self.server.asked.clear()
         watch = None if writes is None else Watch(self.log, self.run, writes)
+        imports_seconds = program.processor_seconds()
         began = program.start()
         ended = self.server.first(program.require_alive) if watch is None else watch.first([program])
+        processor_seconds = program.processor_seconds() - imports_seconds
         memory_bytes = program.memory_bytes()
         if name in _PLANNERS:
             # Until it has written all that the open tasks allow: from then on its state is the same in every round.
             assert writes is not None
-            Counter(self.log, writes).settle(self._require_alive)
+            self._settle(writes)
             self._stop(name)
-        return Restart(ended - began, memory_bytes, self._state_bytes(name))
+        return Restart(ended - began, processor_seconds, memory_bytes, self._state_bytes(name))
+
+    def _settle(self, topic: str) -> None:
+        Counter(self.log, topic).settle(self._require_alive)
 
     def _state_bytes(self, name: str) -> dict[str, int]:
         if name == "streams":
@@ -204,64 +222,88 @@ class Endless:
 def measure(quick: bool) -> dict[str, Figure]:
     """Growth from the first size to the last, of the program where it is worst. 1 = none; the limit is 1.2."""
     if quick:
-        return measure_sizes({500: 1, 3_000: 1})
-    # More where the figures are from; between them three show whether it is a line.
-    return measure_sizes({10_000: 5, 100_000: 3, 1_000_000: 5})
+        return measure_sizes((500, 3_000), rounds=2)
+    return measure_sizes((10_000, 100_000, 1_000_000), rounds=5)
 
 
-def measure_sizes(rounds_by_size: dict[int, int]) -> dict[str, Figure]:
+def measure_sizes(sizes: Sequence[int], rounds: int) -> dict[str, Figure]:
     """Restarts at each size, in ascending order; the figures compare the last with the first."""
-    found: list[dict[str, list[Restart]]] = []
-    with _endless() as endless:
-        ended = Counter(endless.log, "trajectories")
-        for size, rounds in rounds_by_size.items():
-            endless.grow(ended, size)
-            reached = ended.count()
-            found.append(_restart_rounds(endless, ended, rounds))
-    return _growths(found[0], found[-1]) | {"endless_trajectories": figure([reached])}
+    with ExitStack() as stack:
+        fields = [stack.enter_context(_endless()) for _ in sizes]
+        for endless, size in zip(fields, sizes, strict=True):
+            endless.grow(size)
+        found = [_round(fields, number) for number in range(rounds)]
+        reached = [endless.ended.count() for endless in fields]
+    for name in found[0][0]:
+        for count, restarts in zip(reached, zip(*found, strict=True), strict=True):
+            _tell_medians(name, count, [by_program[name] for by_program in restarts])
+    return _growths(found) | {"endless_trajectories": figure([reached[-1]])}
 
 
-def _restart_rounds(endless: Endless, ended: Counter, rounds: int) -> dict[str, list[Restart]]:
-    """The restarts of each program, by round."""
-    found: dict[str, list[Restart]] = defaultdict(list)
-    for _ in range(rounds):
+def _round(fields: Sequence[Endless], number: int) -> list[dict[str, Restart]]:
+    """One restart of every program on every field."""
+    for endless in fields:
         endless.play_portion()
-        restarts = endless.restart_all()
-        _tell(ended.count(), restarts)
-        for name, restart in restarts.items():
-            found[name].append(restart)
+    found: list[dict[str, Restart]] = [{} for _ in fields]
+    sides = list(zip(found, (endless.restarts() for endless in fields), strict=True))
+    # Every other round in reverse order: neither size may always be the one on a warm machine.
+    if number % 2:
+        sides.reverse()
+    for restarts_of_one_program in zip(*(restarts for _, restarts in sides), strict=True):
+        for (restarts, _), (name, restart) in zip(sides, restarts_of_one_program, strict=True):
+            restarts[name] = restart
+    for endless, restarts in zip(fields, found, strict=True):
+        _tell(endless.ended.count(), restarts)
     return found
 
 
-def _growths(first: dict[str, list[Restart]], last: dict[str, list[Restart]]) -> dict[str, Figure]:
-    def seconds(restarts: list[Restart]) -> list[float]:
-        return [restart.seconds for restart in restarts]
+def _growths(rounds: Sequence[Sequence[dict[str, Restart]]]) -> dict[str, Figure]:
+    first, last = [found[0] for found in rounds], [found[-1] for found in rounds]
 
-    def memory(restarts: list[Restart]) -> list[float]:
-        return [restart.memory_bytes for restart in restarts]
+    def growth(name: str, size: Callable[[Restart], float]) -> Figure:
+        return figure(size(late[name]) / size(early[name]) for early, late in zip(first, last, strict=True))
 
-    def state(restarts: list[Restart], kind: str) -> list[float]:
-        return [restart.state_bytes[kind] for restart in restarts]
+    def state_growth(name: str, kind: str) -> Figure:
+        return growth(name, lambda restart: restart.state_bytes[kind])
 
-    return {
-        "restart_growth": worst(growth(seconds(first[name]), seconds(last[name])) for name in first),
-        "memory_growth": worst(growth(memory(first[name]), memory(last[name])) for name in first),
-        "state_growth": worst(
-            growth(state(first[name], kind), state(last[name], kind))
-            for name in first
-            for kind in first[name][0].state_bytes
+    growths = {
+        "restart_growth": {name: growth(name, lambda restart: restart.seconds) for name in first[0]},
+        "restart_processor_growth": {
+            name: growth(name, lambda restart: restart.processor_seconds) for name in first[0]
+        },
+        "memory_growth": {name: growth(name, lambda restart: restart.memory_bytes) for name in first[0]},
+        "state_growth": {
+            f"{name}, {kind}": state_growth(name, kind)
+            for name in first[0]
+            for kind in first[0][name].state_bytes
             # A program without snapshots has no state that could grow.
-            if min(state(first[name], kind)) > 0
-        ),
+            if all(early[name].state_bytes[kind] > 0 for early in first)
+        },
     }
+    for growth_name, found in growths.items():
+        for name, ratio in found.items():
+            print(f"{growth_name} of {name}: {ratio}", file=sys.stderr, flush=True)
+    return {growth_name: worst(found.values()) for growth_name, found in growths.items()}
 
 
 def _tell(count: int, restarts: dict[str, Restart]) -> None:
     print(f"after {count:,} ended trajectories", file=sys.stderr)
     for name, restart in restarts.items():
         state = ", ".join(f"{kind} {size_bytes:,} bytes" for kind, size_bytes in restart.state_bytes.items())
-        megabytes = restart.memory_bytes / 1e6
-        print(f"  {name:10} {restart.seconds:7.2f} s  {megabytes:6.0f} MB  {state}", file=sys.stderr, flush=True)
+        seconds = f"{restart.seconds:7.2f} s {restart.processor_seconds:7.2f} processor s"
+        print(f"  {name:10} {seconds} {restart.memory_bytes / 1e6:6.0f} MB  {state}", file=sys.stderr, flush=True)
+
+
+def _tell_medians(name: str, count: int, restarts: Sequence[Restart]) -> None:
+    """One line of the table in docs/fields_and_runs.md."""
+    seconds = figure(restart.seconds for restart in restarts)
+    processor = figure(restart.processor_seconds for restart in restarts)
+    megabytes = figure(restart.memory_bytes / 1e6 for restart in restarts)
+    state = {kind: figure(restart.state_bytes[kind] for restart in restarts) for kind in restarts[0].state_bytes}
+    told = [f"{kind} {found}" for kind, found in state.items()]
+    print(
+        " | ".join([name, f"{count:,}", *map(str, (seconds, processor, megabytes)), *told]), file=sys.stderr, flush=True
+    )
 
 
 @contextmanager
@@ -274,7 +316,7 @@ def _endless() -> Iterator[Endless]:
         server = Server()
         run = new_run(log, _RUN_ID, addresses)
         newest = first_weights(run, log, server.url)
-        endless = Endless(run, log, Path(folder), server, newest, OpenTasks(log, run))
+        endless = Endless(run, log, Counter(log, "trajectories"), Path(folder), server, newest, OpenTasks(log, run))
         try:
             yield endless
         finally:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from bench import practice_job
 from replayground.consumers.config import ReloaderSettings
@@ -135,6 +136,11 @@ class Program:
         with open(f"/proc/{self.process.pid}/status") as status:
             (kilobytes,) = (line.split()[1] for line in status if line.startswith("VmRSS:"))
         return int(kilobytes) * 1024
+
+    def processor_seconds(self) -> float:
+        """Used since the process began, by all its threads."""
+        used = psutil.Process(self.process.pid).cpu_times()
+        return float(used.user + used.system)
 
     def kill(self) -> None:
         # SIGKILL, so that the next start finds what a crash leaves and not what a clean stop leaves.

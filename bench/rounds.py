@@ -1,7 +1,7 @@
 """The result of a benchmark: each figure is the median of several rounds, with their range."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -25,17 +25,6 @@ def figure(rounds: Iterable[float]) -> Figure:
     """The figure of one value per round. To compare two parts, measure both in every round and pass the ratios."""
     values = list(rounds)
     return Figure(statistics.median(values), min(values), max(values), len(values))
-
-
-def growth(first: Sequence[float], last: Sequence[float]) -> Figure:
-    """Ratio of the medians, last to first. The range covers every pair of a first and a last round."""
-    return Figure(
-        statistics.median(last) / statistics.median(first),
-        # First and last rounds are far apart in time and cannot be paired, so the widest range is given.
-        min(last) / max(first),
-        max(last) / min(first),
-        min(len(first), len(last)),
-    )
 
 
 def worst(figures: Iterable[Figure]) -> Figure:

@@ -1,4 +1,4 @@
-"""Sandboxes compared with bare bubblewrap and Python, 200 of them at once, and the memory of an idle one.
+"""Sandboxes compared with bare bubblewrap and Python, gVisor beside them, 200 at once, and the memory of an idle one.
 
 python -m bench sandboxes [--quick]
 """
@@ -12,10 +12,17 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from bench.rounds import Figure, figure
+from replayground.sandboxes.backends import lacking
 from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
 from replayground.sandboxes.backends.cgroups import descendants
 from replayground.sandboxes.backends.channel import RunnerSandbox
-from replayground.sandboxes.backends.enclosed import CLEAN_ENVIRONMENT, EnclosedProcesses, system_links
+from replayground.sandboxes.backends.enclosed import (
+    CLEAN_ENVIRONMENT,
+    EnclosedBackend,
+    EnclosedProcesses,
+    system_links,
+)
+from replayground.sandboxes.backends.gvisor import GvisorBackend
 from replayground.sandboxes.limits import MEBIBYTE
 from replayground.sandboxes.pool import Pool
 from replayground.sandboxes.tools.registry import SHIPPED
@@ -34,7 +41,8 @@ BARE = [
 
 
 def measure(quick: bool) -> dict[str, Figure]:
-    """open_to_bare: lower is better, 1 = as fast as bwrap and Python alone. sandboxes_at_once: leases that worked."""
+    """open_to_bare: lower is better, 1 = as fast as bwrap and Python alone. sandboxes_at_once: leases that worked.
+    gvisor_…: the same of gVisor, in the same rounds, where it is installed."""
     return asyncio.run(_measure(*((3, 5, 1) if quick else (6, 10, 3))))
 
 
@@ -42,29 +50,32 @@ async def _measure(rounds: int, openings: int, crowds: int) -> dict[str, Figure]
     # Kept after a lease, to weigh an idle one and to compare a lease in a used sandbox with one in a new sandbox.
     backend = BubblewrapBackend(SHIPPED | WORLD_TOOLS, leases_per_sandbox_max=10_000, first_uid=FIRST_UID)
     fresh = BubblewrapBackend(SHIPPED | WORLD_TOOLS, leases_per_sandbox_max=1, first_uid=FIRST_UID)
+    gvisor = None if lacking("gvisor") else GvisorBackend(SHIPPED | WORLD_TOOLS)
+    backends = [each for each in (backend, fresh, gvisor) if each is not None]
     try:
         # The first open compiles the tools and starts the launcher, once for all.
-        await (await backend.open(0)).close()
-        await (await fresh.open(0)).close()
-        opened = [
-            await _opening(backend, openings)
-            | {
-                "lease_ms": await _leases(fresh, openings),
-                "lease_in_a_used_sandbox_ms": await _leases(backend, openings),
-            }
-            for _ in range(rounds)
-        ]
+        for each in backends:
+            await (await each.open(0)).close()
+        opened = []
+        for _ in range(rounds):
+            found = await _opening(backend, openings)
+            found["lease_ms"] = await _leases(fresh, openings)
+            found["lease_in_a_used_sandbox_ms"] = await _leases(backend, openings)
+            if gvisor is not None:
+                beside = await _opening(gvisor, openings)
+                found |= {f"gvisor_{name}": beside[name] for name in ("open_to_bare", "open_ms", "further_call_ms")}
+            opened.append(found)
         crowded = [await _crowd(backend, AT_ONCE) for _ in range(crowds)]
     finally:
-        backend.close()
-        fresh.close()
+        for each in backends:
+            each.close()
     return {name: figure(found[name] for found in opened) for name in opened[0]} | {
         name: figure(found[name] for found in crowded) for name in crowded[0]
     }
 
 
-async def _opening(backend: BubblewrapBackend, openings: int) -> dict[str, float]:
-    """Medians of one round."""
+async def _opening(backend: EnclosedBackend, openings: int) -> dict[str, float]:
+    """Medians of one round. Bare is bubblewrap, whatever the backend."""
     bare, opened, further = [], [], []
     for _ in range(openings):
         # Bare, then a sandbox, in turn: a slow moment of the machine then slows both.

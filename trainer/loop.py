@@ -27,7 +27,6 @@ from replayground.schemas.blobs import Blobs, open_blobs
 from replayground.schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, ReplaygroundError
 from replayground.schemas.events import (
     BatchCut,
-    BatchMember,
     Position,
     Probe,
     StepKind,
@@ -49,7 +48,7 @@ from replayground.streams.log.weights import (
     weights_on_log,
     weights_snapshot,
 )
-from replayground.streams.rules.reward import PASS_MARK, passes
+from replayground.streams.rules.reward import member_passed
 from replayground.trainer.base_model import base_model
 from replayground.trainer.batch import counting_only
 from replayground.trainer.config import GrpoSettings, TrainerSettings
@@ -409,7 +408,7 @@ class _TrainingLoop:
                 trajectories=trajectories,
                 rewards=[member.reward for member in batch.members],
                 advantages=[member.advantage for member in batch.members],
-                passed=[_has_passed(member) for member in batch.members],
+                passed=[member_passed(member) for member in batch.members],
                 index=batch.index,
                 learning_rate_share=learning_rate_share(batch.index, self.run.job.steps, self.settings.grpo),
             )
@@ -567,11 +566,6 @@ def learning_rate_share(index: int, job_steps: int, settings: GrpoSettings) -> f
     if steps == 0:
         return warm
     return warm * (settings.final_share + (1.0 - settings.final_share) * (1.0 - min(taken, steps) / steps))
-
-
-def _has_passed(member: BatchMember) -> bool:
-    # Older events do not say it. Their rewards are those of scorers without a mark of their own.
-    return bool(passes(member.reward, PASS_MARK) if member.passed is None else member.passed)
 
 
 def _batch_metrics(batch: BatchCut) -> dict[str, float]:

@@ -4,17 +4,13 @@ import json
 from datetime import UTC, datetime
 
 from bench.__main__ import page_with, summary
-from bench.rounds import Figure, figure, growth, worst
+from bench.rounds import Figure, figure, worst
 
 
 def test_a_figure_is_the_median_of_its_rounds_with_their_range() -> None:
     assert figure([3.0, 1.0, 2.0, 9.0]) == Figure(2.5, 1.0, 9.0, 4)
     assert str(figure([3.0, 1.0, 2.0, 9.0])) == "2.5 (1–9 of 4)"
     assert str(figure([1_000_000])) == "1e+06"
-
-
-def test_growth_is_of_medians_and_its_range_holds_every_pair() -> None:
-    assert growth([1.0, 2.0, 4.0], [2.0, 3.0, 6.0]) == Figure(1.5, 0.5, 6.0, 3)
 
 
 def test_the_worst_is_the_one_with_the_highest_median() -> None:
