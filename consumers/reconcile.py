@@ -1,8 +1,8 @@
 """Compares the trace store with the log (P9) by count and checksum of each partition, and repairs it from the log.
 
-The checksum of a partition is the sum of the CRC-32 of every row's offset, id and body. ClickHouse computes it over
-its rows, this program over the rows that the log gives. A partition whose sums differ is compared row by row. A repair
-deletes every row at an offset where something is wrong and inserts what the log has there.
+Every table is compared in all its columns. The checksum of a row is ClickHouse's hash of them; rows that the log gives
+are written to tables in memory to get theirs (Store.staging). A partition whose sums differ is compared row by row. A
+repair deletes every row at an offset where something is wrong and inserts what the log has there, in all tables.
 
 For one run, only its own events and rows are compared, from its start positions on. Undecodable messages belong to no
 run and are compared only with the whole field.
@@ -11,16 +11,17 @@ Not covered: a row beyond the end of the log also makes the running trace writer
 later. Once the row is removed, restart the traces program or reconcile again.
 """
 
-import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import batched
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from replayground.consumers.clickhouse.columns import TABLES_STORED, Table
 from replayground.consumers.clickhouse.deliveries import delivery_row
 from replayground.consumers.clickhouse.rows import Row
-from replayground.consumers.clickhouse.store import Place, Store
+from replayground.consumers.clickhouse.store import Place, Staging, Store, row_hash
 from replayground.schemas.events import Position
 from replayground.schemas.topics import FOREVER, TOPIC_BY_NAME, TOPICS
 from replayground.streams.log.protocol import Delivery, Log, Reader
@@ -28,14 +29,7 @@ from replayground.streams.log.protocol import Delivery, Log, Reader
 _EVENTS_MAX = 5000
 _POLL_SECONDS = 1.0
 
-_STRETCH = """
-FROM events WHERE topic = {topic:String} AND partition = {partition:Int32}
-AND offset >= {first:Int64} AND offset < {following:Int64}
-"""
-_OF_RUN = "AND run_id = {run:String}"
-# Both must compute what `checksum` computes, over the same bytes.
-_SUMS = f"SELECT count(), sum(CRC32(concat(toString(offset), ' ', id, ' ', body))) {_STRETCH}"
-_ROWS = f"SELECT offset, CRC32(concat(toString(offset), ' ', id, ' ', body)) {_STRETCH}"
+_OF_RUN = " AND run_id = {run:String}"
 
 
 class PartitionComparison(Struct, frozen=True, kw_only=True):
@@ -72,8 +66,10 @@ class Scope(Struct, frozen=True, kw_only=True):
     def first(self, place: Place) -> int:
         return next((p.offset for p in self.start if (p.topic, p.partition) == place), 0)
 
-    def of(self, sql: str) -> str:
-        return sql if self.run_id is None else sql + _OF_RUN
+    def select(self, figures: str, table: Table, stretches: Sequence["_LogRange"]) -> str:
+        """A question about the rows of these partitions that are in scope."""
+        places = " OR ".join(stretch.condition for stretch in stretches) or "0"
+        return f"SELECT {figures} FROM {table} WHERE ({places}){'' if self.run_id is None else _OF_RUN}"
 
 
 class _LogRange:
@@ -83,25 +79,29 @@ class _LogRange:
         self.topic, self.partition = place
         self.scope = scope
         self.events = 0
-        self.checksum = 0
+        self.checksums: Counter[Table] = Counter()
         self.first: int | None = None
         self.following = 0
 
-    def add(self, row: Row) -> None:
+    def add(self, offset: int, hashes: "Hashes") -> None:
         self.events += 1
-        self.checksum += checksum(row)
-        self.first = row["offset"] if self.first is None else self.first
-        self.following = row["offset"] + 1
+        self.checksums.update(hashes)
+        self.first = offset if self.first is None else self.first
+        self.following = offset + 1
 
     @property
-    def question(self) -> dict[str, object]:
-        return {
-            "topic": self.topic,
-            "partition": self.partition,
-            "first": self._first,
-            "following": self.following,
-            "run": self.scope.run_id,
-        }
+    def place(self) -> Place:
+        return self.topic, self.partition
+
+    @property
+    def condition(self) -> str:
+        """Its rows in the store, in SQL."""
+        # Names of topics are those of schemas.topics, or of rows: quoted as ClickHouse reads them.
+        topic = self.topic.replace("\\", "\\\\").replace("'", "\\'")
+        return (
+            f"(topic = '{topic}' AND partition = {self.partition} "
+            f"AND offset >= {self._first} AND offset < {self.following})"
+        )
 
     @property
     def _first(self) -> int:
@@ -130,9 +130,9 @@ class _LogRange:
 
 
 class _Differences:
-    """Counts the differences of one partition. `in_store` has the checksums of all rows by offset."""
+    """Counts the differences of one partition. `in_store` has the checksums of all rows by table and offset."""
 
-    def __init__(self, in_store: dict[int, list[int]]) -> None:
+    def __init__(self, in_store: dict[Table, dict[int, list[int]]]) -> None:
         self._in_store = in_store
         self.missing = self.surplus = self.differing = 0
 
@@ -140,20 +140,24 @@ class _Differences:
     def count(self) -> int:
         return self.missing + self.surplus + self.differing
 
-    def is_right(self, row: Row) -> bool:
-        """Whether the store has exactly this row at its offset; counts what is wrong otherwise."""
-        found = self._in_store.pop(row["offset"], [])
-        wanted = checksum(row)
-        self.missing += not found
-        self.differing += bool(found) and wanted not in found
-        self.surplus += max(0, len(found) - 1)
-        return found == [wanted]
+    def is_right(self, offset: int, wanted: "Hashes") -> bool:
+        """Whether every table has exactly this row at its offset; counts what is wrong otherwise."""
+        found = {table: self._in_store[table].pop(offset, []) for table in TABLES_STORED}
+        is_missing = not all(found.values())
+        self.missing += is_missing
+        self.differing += not is_missing and any(wanted[table] not in found[table] for table in TABLES_STORED)
+        self.surplus += max(0, *(len(rows) - 1 for rows in found.values()))
+        return all(found[table] == [wanted[table]] for table in TABLES_STORED)
 
     def rest(self) -> list[int]:
         """Offsets of the store without an event on the log, counted as surplus. Call it after all rows were
         compared."""
-        self.surplus += sum(len(found) for found in self._in_store.values())
-        return sorted(self._in_store)
+        left: dict[int, int] = {}
+        for rows in self._in_store.values():
+            for offset, found in rows.items():
+                left[offset] = max(left.get(offset, 0), len(found))
+        self.surplus += sum(left.values())
+        return sorted(left)
 
 
 WHOLE_FIELD = Scope()
@@ -169,27 +173,40 @@ def reconcile(
     # Before the log is read: every row up to here must have its event on the log (see reach).
     before = store.next_offsets()
     stretches = {place: _LogRange(place, scope) for place in before}
-    reader = log.reader([topic.name for topic in TOPICS], start=scope.start)
-    try:
-        for delivery in _everything(reader):
-            place = (delivery.address.topic, delivery.address.partition)
-            row = delivery_row(delivery)
-            if scope.has(row):
-                stretches.setdefault(place, _LogRange(place, scope)).add(row)
-    finally:
-        reader.close()
-    # After the log was read: everything that was found must be in the store before it can be missing there.
-    await_written()
-    for place, following in before.items():
-        stretches[place].reach(following)
-    compared = [_compare(log, store, stretch, repair) for _, stretch in sorted(stretches.items())]
+    with store.staging() as staging:
+        reader = log.reader([topic.name for topic in TOPICS], start=scope.start)
+        try:
+            rows = (row for delivery in _everything(reader) if scope.has(row := delivery_row(delivery)))
+            for row, hashes in _hashed(staging, rows):
+                place = (row["topic"], row["partition"])
+                stretches.setdefault(place, _LogRange(place, scope)).add(row["offset"], hashes)
+        finally:
+            reader.close()
+        # After the log was read: everything that was found must be in the store before it can be missing there.
+        await_written()
+        for place, following in before.items():
+            stretches[place].reach(following)
+        ordered = [stretch for _, stretch in sorted(stretches.items())]
+        sums = {table: _sums(store, scope, ordered, table) for table in TABLES_STORED}
+        compared = [
+            _compare(
+                log, store, staging, stretch, {table: sums[table][stretch.place] for table in TABLES_STORED}, repair
+            )
+            for stretch in ordered
+        ]
     if scope.run_id is None:
         return compared
     return [place for place in compared if place.log_events or place.store_rows]
 
 
-def checksum(row: Row) -> int:
-    return zlib.crc32(f"{row['offset']} {row.get('id', '')} ".encode() + bytes(row["body"]))
+Hashes = dict[Table, int]
+"the checksum of a row in each table"
+
+
+def _hashed(staging: Staging, rows: Iterator[Row]) -> Iterator[tuple[Row, Hashes]]:
+    """Rows of the log with the checksums that the store would have for them."""
+    for some in batched(rows, _EVENTS_MAX):
+        yield from zip(some, staging.hashes(some), strict=True)
 
 
 def _everything(reader: Reader) -> Iterator[Delivery]:
@@ -197,18 +214,20 @@ def _everything(reader: Reader) -> Iterator[Delivery]:
         yield from reader.poll(_EVENTS_MAX, _POLL_SECONDS)
 
 
-def _compare(log: Log, store: Store, stretch: _LogRange, repair: bool) -> PartitionComparison:
+def _compare(
+    log: Log, store: Store, staging: Staging, stretch: _LogRange, sums: "dict[Table, Sums]", repair: bool
+) -> PartitionComparison:
     # Sums first: they need no rows in memory, and in most partitions they agree.
-    ((rows, total),) = store.ask(stretch.scope.of(_SUMS), stretch.question).rows
+    rows = sums["events"][0]
     seen = PartitionComparison(
         topic=stretch.topic, partition=stretch.partition, log_events=stretch.events, store_rows=int(rows)
     )
-    if int(rows) == stretch.events and int(total) == stretch.checksum:
+    if all(sums[table] == (stretch.events, stretch.checksums[table]) for table in TABLES_STORED):
         return seen
     mending = _Repair(store, stretch) if repair else None
-    found = _differences(log, store, stretch, mending)
+    found = _differences(log, store, staging, stretch, mending)
     # A repair is compared again instead of being believed.
-    left = found if mending is None or not found.count else _differences(log, store, stretch, None)
+    left = found if mending is None or not found.count else _differences(log, store, staging, stretch, None)
     return replace(
         seen,
         missing=found.missing,
@@ -220,13 +239,26 @@ def _compare(log: Log, store: Store, stretch: _LogRange, repair: bool) -> Partit
     )
 
 
+Sums = tuple[int, int]
+"number of rows, and sum of their checksums"
+
+
+def _sums(store: Store, scope: Scope, stretches: Sequence[_LogRange], table: Table) -> dict[Place, Sums]:
+    # As a wide integer: the sum of many 64-bit hashes would overflow.
+    asked = scope.select(f"topic, partition, count(), sum(toInt128({row_hash(table)}))", table, stretches)
+    found: dict[Place, Sums] = {stretch.place: (0, 0) for stretch in stretches}
+    for topic, partition, rows, total in store.ask(f"{asked} GROUP BY topic, partition", {"run": scope.run_id}).rows:
+        found[topic, partition] = (int(rows), int(total))
+    return found
+
+
 class _Repair:
     """Replaces wrong rows, in batches. If the process is killed between delete and insert, rows are missing; the next
     repair inserts them."""
 
     def __init__(self, store: Store, stretch: _LogRange) -> None:
         self._store = store
-        self._place = (stretch.topic, stretch.partition)
+        self._place = stretch.place
         self._wrong: list[Row] = []
         self.removed = self.added = 0
 
@@ -245,18 +277,23 @@ class _Repair:
             self.removed += self._store.replace(self._place, unknown[start : start + _EVENTS_MAX], [])
 
 
-def _differences(log: Log, store: Store, stretch: _LogRange, mending: _Repair | None) -> _Differences:
-    in_store: defaultdict[int, list[int]] = defaultdict(list)
-    for offset, of_row in store.ask(stretch.scope.of(_ROWS), stretch.question).rows:
-        in_store[int(offset)].append(int(of_row))
-    found = _Differences(in_store)
-    for row in _rows_of(log, stretch):
-        if not found.is_right(row) and mending is not None:
+def _differences(log: Log, store: Store, staging: Staging, stretch: _LogRange, mending: _Repair | None) -> _Differences:
+    found = _Differences({table: _stored_hashes(store, stretch, table) for table in TABLES_STORED})
+    for row, hashes in _hashed(staging, _rows_of(log, stretch)):
+        if not found.is_right(row["offset"], hashes) and mending is not None:
             mending.replace(row)
     # On a compacted topic a row without a message is no surplus: a newer message of its key replaced it.
     unknown = [] if stretch.may_have_holes else found.rest()
     if mending is not None:
         mending.finish(unknown)
+    return found
+
+
+def _stored_hashes(store: Store, stretch: _LogRange, table: Table) -> dict[int, list[int]]:
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    asked = stretch.scope.select(f"offset, {row_hash(table)}", table, [stretch])
+    for offset, of_row in store.ask(asked, {"run": stretch.scope.run_id}).rows:
+        found[int(offset)].append(int(of_row))
     return found
 
 

@@ -208,6 +208,7 @@ def _disagreements(config: Config) -> Iterator[Problem]:
         yield Problem("job.staleness_target", sentence)
     yield from _problems_of_weights_from(config.job)
     yield from _problems_of_versions_kept(config)
+    yield from _problems_of_training(config)
     known = [program.name for program in PROGRAMS_OF_RUN]
     unknown = [name for name in config.harness.programs if name not in known]
     if unknown:
@@ -246,6 +247,27 @@ def _problems_of_versions_kept(config: Config) -> Iterator[Problem]:
             "versions (reloader.skipped_versions_max + 2)"
         )
         yield Problem("job.versions_kept", sentence)
+
+
+def _problems_of_training(config: Config) -> Iterator[Problem]:
+    if config.trainer.engine != "torch":
+        sentence = (
+            f"trainer.engine {config.trainer.engine} is not part of this release: leave it out, or set it to torch"
+        )
+        yield Problem("trainer.engine", sentence)
+    sampling = config.feeder.sampling
+    # Agents may sample otherwise on their own: the trainer leaves out what it cannot learn from, and says so.
+    if config.job.evaluates_only:
+        return
+    if sampling.top_p != 1:
+        sentence = (
+            f"feeder.sampling.top_p must be 1 and not {sampling.top_p:g}: GRPO needs log-probabilities of the whole "
+            "distribution; sample at a lower temperature instead"
+        )
+        yield Problem("feeder.sampling.top_p", sentence)
+    if not sampling.temperature > 0:
+        sentence = "feeder.sampling.temperature must be above 0: attempts at one task would all be the same"
+        yield Problem("feeder.sampling.temperature", sentence)
 
 
 def _problems_of_model(folder: Path) -> Iterator[Problem]:

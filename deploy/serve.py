@@ -38,6 +38,7 @@ from replayground.deploy.config import HarnessSettings
 from replayground.deploy.local.supervisor import TAKEN_OVER
 from replayground.deploy.programs import Program
 from replayground.deploy.resolve import ResolvedConfig, connectable
+from replayground.deploy.terminal_text import printable
 from replayground.schemas.errors import BadInput, LogUnavailable, TakenOver
 from replayground.schemas.events import Meta, WorkerSeen
 from replayground.schemas.ids import new_id, now_microseconds
@@ -82,7 +83,7 @@ def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: 
         logger.info("drained")
     except BadInput as error:
         # Plain text and last, so that RunningStack.last_line shows it to the user.
-        print(error, file=sys.stderr, flush=True)
+        print(printable(str(error)), file=sys.stderr, flush=True)
         _write_reason(reason_file, str(error))
         return 2
     except TakenOver as error:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from replayground.deploy.field import existing_field
-from replayground.deploy.operate.requests import listed_runs, read_log, select, submit_lines
+from replayground.deploy.operate.requests import lineage_of, listed_runs, read_log, select, submit_lines
 from replayground.deploy.operate.tail import EventFilter, topics_of
 from replayground.deploy.options import FIELD, FIELD_VARIABLE, echo_error
 from replayground.deploy.traces_client import RunEntry
 from replayground.producers.submission import SubmissionResult
 from replayground.schemas.events import Event, Task
 from replayground.streams.log.protocol import Delivery
+from replayground.streams.rules.lineage import TrajectoryLineage, VersionLineage
 
 # Optional: neither is a dependency of the distribution, and both are imported where they are used.
 if TYPE_CHECKING:
@@ -121,6 +122,15 @@ class Field:
     def sql(self, text: str, run: str | None = None) -> SqlResult:
         """The result of one SELECT on the trace store, over all runs or one. docs/python_api.md lists the tables."""
         return _result(select(self.path, text, run, echo_error))
+
+    def lineage(self, of: str, *, everything: bool = False) -> VersionLineage | TrajectoryLineage:
+        """What a weight version (RUN or RUN:VERSION) grew from, or what a trajectory, by its id, influenced.
+
+        With `everything`, the addresses of a long selection are all there instead of the first hundred."""
+        found = lineage_of(self.path, of, everything, echo_error)
+        lineage = found.version or found.trajectory
+        assert lineage is not None, "a lineage is of a version or of a trajectory"
+        return lineage
 
     def tail(
         self,

@@ -6,16 +6,15 @@ Code that appends and reads events does not notice.
 
 import io
 import struct
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar
 
 import fastavro
 import msgspec
-from fastavro.types import Schema
 
 from replayground.schemas.attribution import begins_with_run, run_at
 from replayground.schemas.blobs import Blobs
+from replayground.schemas.compiled_avro import Read, Write, compiled_reader, compiled_writer
 from replayground.schemas.errors import BlobDamaged, Undecodable
 from replayground.schemas.events import EVENTS, Event
 from replayground.schemas.generate import NAMESPACE, schema_of
@@ -55,51 +54,71 @@ class Spilled(msgspec.Struct, frozen=True):
     }
 
 
-_CLASSES: Mapping[str, type[Event]] = {f"{NAMESPACE}.{kind.__name__}": kind for kind in EVENTS}
-_SPILLED = f"{NAMESPACE}.Spilled"
+_KINDS: tuple[type[Event] | type[Spilled], ...] = (*EVENTS, Spilled)
+_CLASSES = {f"{NAMESPACE}.{kind.__name__}": kind for kind in _KINDS}
 
 
 class _Writer:
     """Writes one kind of record to one topic. Looks up the schema id once."""
 
-    def __init__(self, registry: Registry, topic: str, schema: dict[str, Any]) -> None:
+    def __init__(self, registry: Registry, topic: str, kind: type[Event] | type["Spilled"]) -> None:
+        schema = _schema_of(kind)
         # Topic and record name make the subject (TopicRecordNameStrategy): a topic holds several kinds of events.
         name = f"{schema['namespace']}.{schema['name']}"
         self.header = _HEADER.pack(_MAGIC, registry.id_of(f"{topic}-{name}", schema))
-        self.parsed: Schema = fastavro.parse_schema(schema)
+        self._kind = kind
 
-    def write(self, record: dict[str, Any]) -> bytes:
-        buffer = io.BytesIO()
-        buffer.write(self.header)
-        fastavro.schemaless_writer(buffer, self.parsed, record)
-        return buffer.getvalue()
+    def write(self, record: "Event | Spilled") -> bytes:
+        data = bytearray(self.header)
+        _write_of(self._kind)(data, record)
+        return bytes(data)
 
 
 class _Reader:
-    """How to read one schema id: the writer's schema, ours if it differs, and the class. Raises Undecodable."""
+    """How to read one schema id, and as what. Raises Undecodable."""
 
     def __init__(self, written: Any) -> None:
         if not isinstance(written, dict):  # a bare type, or a union
             raise Undecodable(f"{str(written)[:80]!r} is no record")
         self.name = f"{written.get('namespace', '')}.{written.get('name', '')}"
         self.begins_with_run = begins_with_run(written)
-        self.written: Schema = fastavro.parse_schema(written)
-        ours = Spilled.schema if self.name == _SPILLED else _own_schema(self.name)
+        if self.name not in _CLASSES:
+            raise Undecodable(f"unknown record {self.name}")
+        self.event_class = _CLASSES[self.name]
+        ours = _schema_of(self.event_class)
         # Avro schema resolution is slow: only for events of an older or newer writer.
-        self.expected: Schema | None = None if written == ours else fastavro.parse_schema(ours)
-        self.event_class: type[Event] | type[Spilled] = Spilled if self.name == _SPILLED else _CLASSES[self.name]
+        self.read: Read = _read_of(self.event_class) if written == ours else _resolving_read(written, ours)
 
 
-def _own_schema(name: str) -> dict[str, Any]:
-    if name not in _CLASSES:
-        raise Undecodable(f"unknown record {name}")
-    return _schema_of(_CLASSES[name])
+def _resolving_read(written: dict[str, Any], ours: dict[str, Any]) -> Read:
+    """Reads what another release wrote."""
+    written_schema, our_schema = fastavro.parse_schema(written), fastavro.parse_schema(ours)
+
+    def read(data: bytes, start: int) -> tuple[dict[str, Any], int]:
+        stream = io.BytesIO(data)
+        stream.seek(start)
+        record: Any = fastavro.schemaless_reader(stream, written_schema, our_schema)
+        return record, stream.tell()
+
+    return read
+
+
+# Cached: these take milliseconds, and every codec of the process needs the same ones.
 
 
 @cache
-def _schema_of(event_class: type[Event]) -> dict[str, Any]:
-    """Cached: it takes about a millisecond, and every codec needs the schemas of all events."""
-    return schema_of(event_class)
+def _schema_of(kind: type[Event] | type[Spilled]) -> dict[str, Any]:
+    return Spilled.schema if issubclass(kind, Spilled) else schema_of(kind)
+
+
+@cache
+def _read_of(kind: type[Event] | type[Spilled]) -> Read:
+    return compiled_reader(_schema_of(kind))
+
+
+@cache
+def _write_of(kind: type[Event] | type[Spilled]) -> Write:
+    return compiled_writer(_schema_of(kind))
 
 
 class Codec:
@@ -119,9 +138,9 @@ class Codec:
 
         From then on events can be written, and events of the same release can be read, without a registry."""
         for topic in TOPICS:
-            self._spill_writers[topic.name] = _Writer(self._registry, topic.name, Spilled.schema)
+            self._spill_writers[topic.name] = _Writer(self._registry, topic.name, Spilled)
             for event_class in topic.events:
-                self._writers[event_class] = _Writer(self._registry, topic.name, _schema_of(event_class))
+                self._writers[event_class] = _Writer(self._registry, topic.name, event_class)
 
     def close(self) -> None:
         """Closes the connections to the registry. Schemas that are known already can still be used."""
@@ -134,14 +153,14 @@ class Codec:
 
     def encode_whole(self, event: Event) -> bytes:
         """Wire bytes of an event of any size. Does not block once all schemas are registered."""
-        return self._writer(type(event)).write(msgspec.to_builtins(event, builtin_types=(bytes,)))
+        return self._writer(type(event)).write(event)
 
     def spill(self, event: Event, data: bytes) -> bytes:
         """Stores wire bytes of an event as a blob; returns those of its Spilled record. Raises BlobsUnavailable."""
         # The blob first: an event must never refer to a blob that is not durable.
         uri, sha256 = self._blobs.put(data)
         spilled = Spilled(type(event).__name__, uri, sha256, len(data), event.meta.run_id)
-        return self._spill_writers[TOPIC_BY_EVENT[type(event)].name].write(msgspec.to_builtins(spilled))
+        return self._spill_writers[TOPIC_BY_EVENT[type(event)].name].write(spilled)
 
     def decode(self, data: bytes, topic: str | None = None, unknown_ids: set[int] | None = None) -> Event:
         """The event in these wire bytes. Raises Undecodable with the reason, and nothing else, for bad bytes.
@@ -212,14 +231,12 @@ class Codec:
         if len(data) < _HEADER.size or data[0] != _MAGIC:
             raise Undecodable("no Confluent wire header")
         reader = self._reader(_HEADER.unpack_from(data)[1], unknown_ids)
-        stream = io.BytesIO(data)
-        stream.seek(_HEADER.size)
         try:
-            record = fastavro.schemaless_reader(stream, reader.written, reader.expected)
-        except Exception as error:  # fastavro raises exceptions of many kinds for bad bytes
+            record, end = reader.read(data, _HEADER.size)
+        except Exception as error:  # bad bytes raise exceptions of many kinds
             raise Undecodable(f"{reader.name} cannot be read: {type(error).__name__}: {error}") from error
         # An Avro record has no length: bytes after it mean a damaged message, or another schema.
-        if stream.read(1):
+        if end < len(data):
             raise Undecodable(f"{reader.name} has bytes after its end")
         try:
             return msgspec.convert(record, reader.event_class, strict=True)

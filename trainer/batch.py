@@ -10,6 +10,7 @@ A trajectory of several contexts (several agents, or one agent whose context was
 each context: no agent attends to what another one read. All of them have the trajectory's advantage.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,6 +43,8 @@ class Episode:
     sampled: NDArray[numpy.bool_]
     logprobs: NDArray[numpy.float32]
     versions: NDArray[numpy.int64]
+    temperatures: NDArray[numpy.float32] | None = None
+    "that tokens were sampled at; None = 1, all of them"
     advantage: float = 0.0
     reward: float = 0.0
     passed: bool = False
@@ -73,6 +76,8 @@ class MicroBatch:
     "sequence (context) of the micro-batch, [sampled]; sequence ratios and rejections are computed for each context"
     share: Tensor
     "weight of each sampled token in the loss of the step, [sampled]"
+    temperature: Tensor | None = None
+    "that each token was sampled at, [sampled]; None = 1, all of them"
 
 
 @dataclass(frozen=True)
@@ -116,13 +121,17 @@ def episodes_of(
         _refuse(event, "it has no sampled token")
     if tokens.min() < 0 or tokens.max() >= vocabulary_size:
         _refuse(event, f"it has a token outside the vocabulary of {vocabulary_size}")
+    if not (math.isfinite(advantage) and math.isfinite(reward)):
+        _refuse(event, f"its reward is {reward} and its advantage {advantage}")
     logprobs, versions = _logprobs(event, sampled, teacher), _versions(event, len(tokens))
+    temperatures = None if teacher else _temperatures(event, sampled)
     return [
         Episode(
             tokens=tokens[start:end],
             sampled=sampled[start:end],
             logprobs=logprobs[start:end],
             versions=versions[start:end],
+            temperatures=None if temperatures is None else temperatures[start:end],
             advantage=advantage,
             reward=reward,
             passed=passed,
@@ -192,6 +201,7 @@ def micro_batch(episodes: Sequence[Episode], shares: Sequence[Tensor]) -> MicroB
         version=_joined([episode.versions[places] for episode, places in zip(episodes, chosen, strict=True)]),
         trajectory=torch.arange(len(episodes)).repeat_interleave(counts),
         share=torch.cat(list(shares)),
+        temperature=_sampled_at(episodes, chosen),
     )
 
 
@@ -230,6 +240,35 @@ def _versions(event: TrajectoryAssembled, length: int) -> NDArray[numpy.int64]:
         if segment.policy_version is not None:
             versions[segment.start : segment.end] = segment.policy_version
     return versions
+
+
+def _temperatures(event: TrajectoryAssembled, sampled: NDArray[numpy.bool_]) -> NDArray[numpy.float32] | None:
+    """The temperature that each token was sampled at; None when all were sampled at 1."""
+    if all(segment.temperature == 1 and segment.top_p == 1 for segment in event.segments):
+        return None
+    temperatures = numpy.ones(len(sampled), numpy.float32)
+    for segment in event.segments:
+        if not sampled[segment.start : segment.end].any():
+            continue
+        # The server's log-probabilities are those of the tokens that were left: theta has no such distribution, and a
+        # token that the trainer's weights would leave out has a ratio of 0.
+        if segment.top_p != 1:
+            _refuse(event, f"it was sampled with top_p {segment.top_p:g}: set it to 1 for what is trained on")
+        if not 0 < segment.temperature < math.inf:
+            _refuse(event, f"it was sampled at temperature {segment.temperature:g}, which has no log-probabilities")
+        temperatures[segment.start : segment.end] = segment.temperature
+    return temperatures
+
+
+def _sampled_at(episodes: Sequence[Episode], chosen: Sequence[NDArray[numpy.int64]]) -> Tensor | None:
+    # None and not a tensor of ones: a division of all logits is spared where it would change nothing.
+    if all(episode.temperatures is None for episode in episodes):
+        return None
+    parts = [
+        numpy.ones(len(places), numpy.float32) if episode.temperatures is None else episode.temperatures[places]
+        for episode, places in zip(episodes, chosen, strict=True)
+    ]
+    return torch.from_numpy(_concatenated(parts))
 
 
 def _inputs(episode: Episode) -> NDArray[numpy.int32]:

@@ -11,6 +11,9 @@ from torch import Tensor
 from replayground.schemas.errors import BlobDamaged
 
 OPTIMIZER = "optimizer.safetensors"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEPS = "step"
+"what AdamW remembers of a parameter: two moments of its shape, and the number of steps"
 
 
 def write_optimizer(
@@ -40,10 +43,25 @@ def restore_optimizer(
         tensors = load_file(files[OPTIMIZER])
     except SafetensorError as error:
         raise BlobDamaged(f"{OPTIMIZER} is not a safetensors file: {error}") from error
+    states: dict[str, dict[str, Tensor]] = {}
     for place, value in tensors.items():
         name, _, key = place.rpartition("/")
         if name not in parameters:
             raise BlobDamaged(f"{OPTIMIZER} holds the state of {name}, which the model does not have")
-        # A copy: the loaded tensor is a view of the file with any alignment, and results of products may depend on
-        # that.
-        optimizer.state[parameters[name]][key] = value.clone()
+        states.setdefault(name, {})[key] = value
+    for name, state in states.items():
+        _require_fit(name, parameters[name], state)
+        # Copies: a loaded tensor is a view of the file with any alignment, and results of products may depend on that.
+        optimizer.state[parameters[name]] = {key: value.clone() for key, value in state.items()}
+
+
+def _require_fit(name: str, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+    # AdamW broadcasts what it can: a moment of another shape would change weights without an error.
+    expected = {key: (tuple(parameter.shape), parameter.dtype) for key in _MOMENTS} | {_STEPS: ((), torch.float32)}
+    found = {key: (tuple(value.shape), value.dtype) for key, value in state.items()}
+    if found != expected:
+        wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+        raise BlobDamaged(
+            f"{OPTIMIZER} does not fit {name}: {wrong[0]} is {found.get(wrong[0], 'missing')}, expected "
+            f"{expected.get(wrong[0], 'nothing of that name')}"
+        )

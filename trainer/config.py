@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import Struct, field
 
 LossMode = Literal["decoupled", "bypass", "probability", "gspo", "cispo", "icepop", "m2po"]
+EngineName = Literal["torch", "swift"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
@@ -53,6 +54,20 @@ class SftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     "share of the learning rates that the cosine ends at"
     gradient_clip: float = 1.0
     "greatest norm of a gradient"
+    check_demonstrations: int = 0
+    "trajectories that are not trained on, to check whether what was read is copied exactly; 0 = no check"
+    check_accuracy_min: float = 0.95
+    "share of turns with copied text that must be exact; below it, more steps follow"
+    check_rounds_max: int = 3
+    "how often more steps follow at most; after that, practice begins all the same"
+    check_steps: int = 300
+    "steps of such a round, with a warm-up and a cosine of its own"
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.check_accuracy_min <= 1, "check_accuracy_min is a share: 0 to 1")
+        for name in ("check_demonstrations", "check_rounds_max"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        _require(self.check_steps >= 1, "check_steps must be at least 1")
 
 
 class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +81,8 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     "steps that this line is drawn over, 0 = constant; left out = [job] steps. For a run that repeats a part of another"
     schedule_start: int = 0
     "steps of the line that lie before the first batch of this run"
+    warmup_steps: int = 0
+    "the learning rate rises linearly over the first so many steps of the line"
     beta1: float = 0.9
     "decay of AdamW's mean of gradients"
     beta2: float = 0.95
@@ -100,6 +117,17 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     "a trajectory whose geometric mean of importance ratios is below it is removed from the loss; null = never"
     rejection_high: float | None = None
     "the same above"
+    reference_weight: float = 0.0
+    "of the KL divergence (k3) from the version that practice began with, for each token; 0 = none"
+    reference_steps: int = 0
+    "batches over which this weight falls to 0 in a straight line; 0 = it stays"
+    entropy_weight: float = 0.0
+    "of the entropy that is added to the objective, for each token; 0 = none"
+    entropy_floor: float | None = None
+    "only a token whose entropy is below this (in nats) is rewarded for more; left out = every token"
+    probability_move_max: float = 0.0
+    """the update of a batch is halved until it moves no sampled token's probability by more than this; 0 = no bound. Costs a
+    forward pass and a copy of the weights"""
     aggregation: Aggregation = "token_mean"
     "over the whole step: mean over tokens, mean of trajectory means, or sum / (trajectories x length_constant)"
     length_constant: int = 512
@@ -115,21 +143,45 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         _require(self.inner_steps >= 1, "inner_steps must be at least 1")
         _require(self.second_moment_max > 0, "second_moment_max must be above 0")
         _require(0 <= self.effective_sample_size_min <= 1, "effective_sample_size_min is a share: 0 to 1")
+        _require(0 <= self.probability_move_max <= 1, "probability_move_max is a difference of probabilities: 0 to 1")
+        for name in ("reference_weight", "entropy_weight", "reference_steps", "warmup_steps"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative")
         _require(
             self.mode != "probability" or self.inner_steps == 1,
             "mode probability takes one step a batch: set inner_steps to 1",
         )
 
 
+class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters instead of full weights, in the file format of PEFT. TOML section [trainer.lora]."""
+
+    rank: int = 0
+    "of the two factors of each update; 0 = all weights are trained"
+    alpha: float = 16.0
+    "updates are scaled by alpha / rank"
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    "last names of the linear layers that get an adapter"
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "rank must not be negative")
+        _require(self.rank == 0 or bool(self.targets), "targets must name a layer")
+
+
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer program. TOML section [trainer]."""
 
+    engine: EngineName = "torch"
+    "what computes the steps: torch, or swift (ms-swift), which this release does not have yet"
     model: ModelSettings = field(default_factory=ModelSettings)
     "where the first weights come from"
     sft: SftSettings = field(default_factory=SftSettings)
     "the cold start"
     grpo: GrpoSettings = field(default_factory=GrpoSettings)
     "the learning rule"
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    "adapters instead of full weights"
+    gradient_checkpointing: bool = False
+    "layers of a Llama are computed again for the gradient instead of being kept: less memory, about a third more time"
     threads: int = 1
     "threads of torch; two on busy cores were 6 to 50 times slower than one"
 

@@ -5,10 +5,11 @@
     version 0 and demonstrations wanted ─► wait for them ─► engine.sft ─► publish version 1
     each BatchCut ─► read its trajectories ─► engine.grpo ─► blobs, then StepTaken + WeightsPublished + offset as one
 
-Modules: config (settings), batch and loss (what is learned), engines (how it is computed), publish (blobs and events),
-retention (which older versions are removed). Nothing is kept outside of the log and the blobs: a restart loads the
-newest version and continues, and a batch that was already trained on is skipped. With each version a snapshot is
-written that says from where on to look for the newest version, so a restart does not read all of them.
+Modules: config (settings), phases (which versions are made how), batch and loss (what is learned), engines (how it is
+computed), publish (blobs and events), retention (which older versions are removed), refusal (steps that cannot be
+taken). Nothing is kept outside of the log and the blobs: a restart loads the newest version and continues, and a batch
+that was already trained on is skipped. With each version a snapshot is written that says from where on to look for the
+newest version, so a restart does not read all of them.
 
 train_sft is the same program with another end: one SFT phase on trajectories that the caller selected.
 """
@@ -26,7 +27,6 @@ from replayground.schemas.blobs import Blobs, open_blobs
 from replayground.schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, ReplaygroundError
 from replayground.schemas.events import (
     BatchCut,
-    BatchMember,
     Position,
     Probe,
     StepKind,
@@ -41,13 +41,21 @@ from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Log, Reader, Transactor
 from replayground.streams.log.takeover import fencing_error
-from replayground.streams.log.weights import newest_weights_from, removal_of, weights_at, weights_snapshot
-from replayground.streams.rules.reward import PASS_MARK, passes
+from replayground.streams.log.weights import (
+    newest_weights_from,
+    removal_of,
+    weights_at,
+    weights_on_log,
+    weights_snapshot,
+)
+from replayground.streams.rules.reward import member_passed
 from replayground.trainer.base_model import base_model
 from replayground.trainer.batch import counting_only
 from replayground.trainer.config import GrpoSettings, TrainerSettings
-from replayground.trainer.engines.protocol import Engine, GrpoBatch, StepReport
+from replayground.trainer.engines.protocol import Engine, GrpoBatch, StepRefused, StepReport
+from replayground.trainer.phases import Phase, practice_phases, sft_phases
 from replayground.trainer.publish import Publisher, probe_of, probe_tokens
+from replayground.trainer.refusal import pause_until_resumed
 from replayground.trainer.retention import Retention
 from replayground.trainer.scratch import scratch_folder
 
@@ -66,9 +74,15 @@ class _Stopped(Exception):
     """`stop` was set while the program waited or trained. Unpublished work is repeated at the next start."""
 
 
-def run(run: Run, settings: TrainerSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
+def run(
+    run: Run,
+    settings: TrainerSettings,
+    program_metrics: ProgramMetrics,
+    stop: threading.Event,
+    pauses_when_refused: bool = True,
+) -> None:
     """The program; returns when `stop` is set. Raises Fenced, TakenOver, LogBroken, BadInput, BatchOutOfOrder,
-    BlobDamaged."""
+    BlobDamaged; and StepRefused unless the run is paused then, for an operator to resume."""
     # torch and the clients take seconds to import: only a trainer that really starts pays for them.
     import torch
 
@@ -78,7 +92,11 @@ def run(run: Run, settings: TrainerSettings, program_metrics: ProgramMetrics, st
     torch.set_num_threads(settings.threads)
     log = open_log(run)
     try:
-        train(run, settings, log, open_blobs(run), TorchEngine(settings, run.seed), program_metrics, stop)
+        engine = TorchEngine(settings, run.seed)
+        train(
+            *(run, settings, log, open_blobs(run), engine, program_metrics, stop),
+            pauses_when_refused=pauses_when_refused,
+        )
     # Says whether a newer start took over: then the supervisor must not start this program again.
     except Fenced as error:
         raise fencing_error(log, run, error) from error
@@ -119,9 +137,15 @@ def train(
     program_metrics: ProgramMetrics,
     stop: threading.Event,
     now: Callable[[], int] = now_microseconds,
+    pauses_when_refused: bool = True,
 ) -> None:
     """The program over any log and engine. Returns when `stop` is set."""
-    _repeat(_TrainingLoop.go, run, settings, log, blobs, engine, program_metrics, stop, now)
+
+    def go(loop: _TrainingLoop) -> None:
+        loop.pauses_when_refused = pauses_when_refused
+        loop.go()
+
+    _repeat(go, run, settings, log, blobs, engine, program_metrics, stop, now)
 
 
 def train_sft(
@@ -187,21 +211,37 @@ class _TrainingLoop:
     stop: threading.Event
     probe_tokens: list[int] | None = None
     retention: Retention | None = None
+    pauses_when_refused: bool = True
 
     def go(self) -> None:
-        with self._writing() as (transactor, batches):
-            version = self._load_or_create(transactor, batches)
-            if version == 0 and self.run.job.has_cold_start:
-                version = self._learn(version, self._demonstrations, transactor, batches)
-            self._practise(version, transactor, batches)
+        """All phases of practice; returns only when stopped."""
+        self._go_through(practice_phases(self.run.job), self._demonstrations)
+        while True:
+            # Not returned from: the supervisor would start the program again.
+            self.program_metrics.detail = f"done: {self.run.job.steps} steps taken"
+            self._pause(_POLL_SECONDS)
 
     def learn_from(self, demonstrations: Callable[[], Sequence[TrajectoryAssembled]]) -> int:
         """One SFT phase instead of practice. Returns the version that it made, now or before a restart."""
-        copied = self.run.job.copied_version
+        return self._go_through(sft_phases(self.run.job), demonstrations)
+
+    def _go_through(self, phases: Sequence[Phase], demonstrations: Callable[[], Sequence[TrajectoryAssembled]]) -> int:
+        """Makes the versions that are left of some phases, the last of which must end. Returns the newest version."""
         with self._writing() as (transactor, batches):
-            version = self._load_or_create(transactor, batches)
-            if version == (copied.version if copied is not None else 0):
-                version = self._learn(version, demonstrations, transactor, batches)
+            version = self._load_newest()
+            for phase in phases:
+                if phase.is_done(version):
+                    continue
+                match phase.kind:
+                    case "initial":
+                        version = self._create(transactor, batches)
+                    case "sft":
+                        assert version == phase.first - 1, "phases follow each other without a gap"
+                        version = self._learn(version, demonstrations, transactor, batches)
+                    case "grpo":
+                        assert version is not None, "practice needs weights to begin with"
+                        version = self._practise(version, phase.last, transactor, batches)
+        assert version is not None, "the first phase makes a version"
         return version
 
     @contextmanager
@@ -211,7 +251,10 @@ class _TrainingLoop:
         # newest version found below stays the newest.
         transactor = self.log.transactor(f"trainer-{self.run.run_id}")
         try:
-            self.retention = Retention(self.log, self.run, self.run.job.versions_kept, self._check_stop)
+            job = self.run.job
+            # Every restart loads the reference again.
+            kept_always = {job.first_version} if self.settings.grpo.reference_weight else set[int]()
+            self.retention = Retention(self.log, self.run, job.versions_kept, self._check_stop, kept_always)
             group = f"trainer-{self.run.run_id}"
             # alone: no consumer group is joined, since the transactional id decides who may write (decision 0013).
             batches = self.log.reader(["batches"], group, alone=True, start=self.run.start, run_id=self.run.run_id)
@@ -224,13 +267,17 @@ class _TrainingLoop:
             if self.retention is not None:
                 self.retention.close()
 
-    def _load_or_create(self, transactor: Transactor, batches: Reader) -> int:
-        """Loads the newest version, or publishes the first one. Returns its number."""
+    def _load_newest(self) -> int | None:
+        """Loads the newest version and returns its number; None when there is none."""
         newest = self._newest()
-        if newest is not None:
-            self._load(newest)
-            self._report_version(newest.version)
-            return newest.version
+        if newest is None:
+            return None
+        self._load(newest)
+        self._report_version(newest.version)
+        return newest.version
+
+    def _create(self, transactor: Transactor, batches: Reader) -> int:
+        """Publishes the first version. Returns its number."""
         copied = self.run.job.copied_version
         if copied is not None:
             return self._copy(copied, transactor, batches)
@@ -246,6 +293,15 @@ class _TrainingLoop:
         files = self.publisher.fetch(version.files)
         self.engine.load(files, self.publisher.fetch(version.checkpoint))
         return files
+
+    def _set_reference(self, version: int) -> None:
+        reference = weights_on_log(self.log, self.run, version)
+        if reference is None:
+            raise BadInput(
+                f"[trainer.grpo] reference_weight needs version {version}, with which practice began, and it was removed: "
+                "set reference_weight to 0"
+            )
+        self.engine.set_reference(self.publisher.fetch(reference.files))
 
     def _copy(self, address: VersionAddress, transactor: Transactor, batches: Reader) -> int:
         """Publishes a version of another run as the first one of this run: the same files, nothing is stored again."""
@@ -277,18 +333,37 @@ class _TrainingLoop:
         report.seconds["read"] = read_seconds
         return self._publish("sft", base_version, base_version + 1, report, transactor, batches)
 
-    def _practise(self, version: int, transactor: Transactor, batches: Reader) -> None:
+    def _practise(self, version: int, last: int | None, transactor: Transactor, batches: Reader) -> int:
+        """Takes steps up to the last version, without one until stopped. Returns the newest version."""
         first = self.run.job.first_version
-        while True:
-            if self.run.job.steps and version - first >= self.run.job.steps:
-                # Not returned from: the supervisor would start the program again.
-                self.program_metrics.detail = f"done: {self.run.job.steps} steps taken"
-                self._pause(_POLL_SECONDS)
-                continue
+        if self.settings.grpo.reference_weight:
+            self._set_reference(first)
+        while last is None or version < last:
             self.program_metrics.detail = f"waiting for batch {version - first}"
             batch = self._next_batch(version, batches)
-            with self.program_metrics.busy():
-                version = self._step(batch, transactor, batches)
+            version = self._step_until_taken(batch, transactor, batches)
+        return version
+
+    def _step_until_taken(self, batch: BatchCut, transactor: Transactor, batches: Reader) -> int:
+        """Takes the step of a batch. A step that is refused pauses the run until somebody resumes it, and is then taken
+        again. Raises StepRefused where nobody would (pauses_when_refused)."""
+        while True:
+            try:
+                with self.program_metrics.busy():
+                    return self._step(batch, transactor, batches)
+            except StepRefused as refusal:
+                if not self.pauses_when_refused:
+                    raise
+                self._pause_run(batch.base_version, f"{refusal}. Mend its cause, then: replayground steer resume")
+
+    def _pause_run(self, version: int, reason: str) -> None:
+        _logger.error("step_refused", version=version, reason=reason)
+        self.program_metrics.detail = f"paused: {reason}"
+        pause_until_resumed(self.log, self.run, version, reason, self.publisher.now(), self._check_stop)
+        newest = self._newest()
+        assert newest is not None, "a batch is for a version that was published"
+        # The refused step may have changed the weights.
+        self._load(newest)
 
     def _next_batch(self, version: int, batches: Reader) -> BatchCut:
         """Blocks until the batch for this version arrives. Raises BatchOutOfOrder, _Stopped, LogUnavailable."""
@@ -333,12 +408,14 @@ class _TrainingLoop:
                 trajectories=trajectories,
                 rewards=[member.reward for member in batch.members],
                 advantages=[member.advantage for member in batch.members],
-                passed=[_has_passed(member) for member in batch.members],
+                passed=[member_passed(member) for member in batch.members],
                 index=batch.index,
                 learning_rate_share=learning_rate_share(batch.index, self.run.job.steps, self.settings.grpo),
             )
         )
         report.seconds["read"] = read_seconds
+        if report.refused:
+            _logger.warning("trajectories_refused", count=len(report.refused), first=report.refused[0])
         report.metrics.update(_batch_metrics(batch))
         return self._publish(
             "grpo", batch.base_version, batch.base_version + 1, report, transactor, batches, batch.meta.id
@@ -365,7 +442,9 @@ class _TrainingLoop:
         # nothing names, which a sweep removes (decision 0011).
         files, checkpoint_files = self.publisher.store(saved), self.publisher.store(checkpoint)
         report.seconds.update({"checkpoint": ready - began, "publish": time.monotonic() - ready})
-        published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
+        published = self.publisher.weights_published(
+            *(base_version, version, files, checkpoint_files, probe, self.engine.kind), batch_id
+        )
         return self._announce(kind, published, report, transactor, batches, batch_id)
 
     def _probe(self, files: Mapping[str, Path]) -> Probe:
@@ -479,17 +558,14 @@ class _TrainingLoop:
 
 
 def learning_rate_share(index: int, job_steps: int, settings: GrpoSettings) -> float:
-    """Linear from 1 at the first batch to the final share after the last; always 1 when the job has no last step."""
+    """Linear from 1 at the first batch to the final share after the last; always 1 when the job has no last step. Below
+    that during the first warmup_steps."""
     steps = job_steps if settings.schedule_steps is None else settings.schedule_steps
+    taken = settings.schedule_start + index
+    warm = min(1.0, (taken + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
     if steps == 0:
-        return 1.0
-    taken = min(settings.schedule_start + index, steps)
-    return settings.final_share + (1.0 - settings.final_share) * (1.0 - taken / steps)
-
-
-def _has_passed(member: BatchMember) -> bool:
-    # Older events do not say it. Their rewards are those of scorers without a mark of their own.
-    return bool(passes(member.reward, PASS_MARK) if member.passed is None else member.passed)
+        return warm
+    return warm * (settings.final_share + (1.0 - settings.final_share) * (1.0 - min(taken, steps) / steps))
 
 
 def _batch_metrics(batch: BatchCut) -> dict[str, float]:

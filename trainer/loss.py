@@ -33,6 +33,10 @@ class Tokens:
     share: Tensor
     excluded: Tensor | None = None
     "bool, m2po: what excluded_tokens found over the whole step; None = these are all tokens of the step"
+    reference: Tensor | None = None
+    "log-probabilities by the reference model; None = no divergence from it in the loss"
+    entropy: Tensor | None = None
+    "of the distribution that each token is drawn from now, with gradients; None = not in the loss"
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,15 @@ def policy_loss(tokens: Tokens, rules: GrpoSettings) -> tuple[Tensor, LossFigure
     terms = MODES[rules.mode](tokens, rules)
     counted = tokens.mask & ~rejection_mask(tokens, rules)
     # where and not a product with the mask: 0 * inf would be NaN.
-    loss = torch.where(counted, terms.loss * tokens.share, 0.0).sum()
+    loss = torch.where(counted, _regularised(terms.loss, tokens, rules) * tokens.share, 0.0).sum()
     return loss, _figures(tokens, terms, rules)
+
+
+def divergence(tokens: Tokens) -> Tensor:
+    """k3, an estimate of the KL divergence from the reference that is never negative, for each token."""
+    assert tokens.reference is not None
+    distance = (tokens.reference - tokens.theta).clamp(-LOGRATIO_MAX, LOGRATIO_MAX)
+    return distance.exp() - distance - 1
 
 
 def token_shares(trajectory: Tensor, mask: Tensor, aggregation: str, length_constant: int) -> Tensor:
@@ -192,6 +203,17 @@ def _m2po(tokens: Tokens, rules: GrpoSettings) -> TokenTerms:
     removed = excluded | bounded
     # The weight is the one that gradients really have, so that the effective sample size is that of what is learned.
     return TokenTerms(torch.where(excluded, 0.0, loss), torch.where(removed, 0.0, ratio.detach()), removed)
+
+
+def _regularised(loss: Tensor, tokens: Tokens, rules: GrpoSettings) -> Tensor:
+    """The loss of each token with what is added to it whatever the mode. Importance weights do not apply to that."""
+    if tokens.reference is not None:
+        loss = loss + rules.reference_weight * divergence(tokens)
+    if tokens.entropy is not None:
+        floor = float("inf") if rules.entropy_floor is None else rules.entropy_floor
+        # Bounded from above and not switched off: at the floor the gradient ends, and the loss has no jump.
+        loss = loss - rules.entropy_weight * tokens.entropy.clamp(max=floor)
+    return loss
 
 
 MODES: dict[LossMode, Callable[[Tokens, GrpoSettings], TokenTerms]] = {

@@ -29,9 +29,17 @@ class Retention:
     """Tracks the versions and holds of a run. For a trainer that has taken its transactional id: nobody else publishes
     versions of the run. With versions_kept 0 it does nothing."""
 
-    def __init__(self, log: Log, run: Run, versions_kept: int, check_stop: Callable[[], None]) -> None:
-        """Raises LogUnavailable."""
+    def __init__(
+        self,
+        log: Log,
+        run: Run,
+        versions_kept: int,
+        check_stop: Callable[[], None],
+        kept_always: Collection[int] = (),
+    ) -> None:
+        """Versions in `kept_always` stay as if they were held. Raises LogUnavailable."""
         self._kept = versions_kept
+        self._kept_always = frozenset(kept_always)
         self._check_stop = check_stop
         self._holds: tuple[Hold, ...] = ()
         self._versions: set[int] = set()
@@ -52,7 +60,7 @@ class Retention:
         if not self._kept:
             return []
         self._read_holds()
-        return surplus(self._versions, version, self._kept, {hold.version for hold in self._holds})
+        return surplus(self._versions, version, self._kept, self._kept_always | {hold.version for hold in self._holds})
 
     def state(self, version: int, removed: Collection[int]) -> WeightsState:
         """The state after `version` is published and `removed` are removed, for the snapshot of that transaction."""

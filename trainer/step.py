@@ -11,8 +11,11 @@ from torch import Tensor
 from replayground.schemas.errors import BadInput
 from replayground.trainer.batch import Episode, MicroBatch, TrainingBatch
 from replayground.trainer.config import GrpoSettings
-from replayground.trainer.engines.protocol import Model
-from replayground.trainer.loss import LossFigures, Tokens, excluded_tokens, policy_loss
+from replayground.trainer.engines.protocol import Model, StepRefused
+from replayground.trainer.loss import LossFigures, Tokens, divergence, excluded_tokens, policy_loss
+
+_HALVINGS_MAX = 8
+"of an update that moves a token too far (probability_move_max)"
 
 
 class TooFarOffPolicy(BadInput):
@@ -27,6 +30,8 @@ class _Inner:
     figures: LossFigures = field(default_factory=LossFigures)
     gradient_norm: float = 0.0
     skipped: bool = False
+    reference_k3: float = 0.0
+    "sum over sampled tokens"
 
 
 def take_step(
@@ -36,44 +41,152 @@ def take_step(
     settings: GrpoSettings,
     base_version: int,
     index: int,
+    reference: Model | None = None,
 ) -> dict[str, float]:
-    """Trains on one batch in place; returns the metrics. An inner step whose gradient is not finite is skipped. Raises
-    TooFarOffPolicy before anything has changed."""
-    prox: list[Tensor] = []
-    entropy = 0.0
-    inner_steps: list[_Inner] = []
-    for inner in range(settings.inner_steps):
-        optimizer.zero_grad(set_to_none=True)
-        taken = _Inner()
-        excluded = _excluded(model, batch.micro_batches, prox, settings)
-        for number, micro in enumerate(batch.micro_batches):
-            logprobs = torch.log_softmax(model.logits(micro), -1)
-            theta = _of_targets(logprobs, micro)
-            # The weights have not moved yet, so the first pass gives prox without a forward pass of its own.
-            if inner == 0:
-                prox.append(theta.detach())
-                entropy += _entropy_sum(logprobs.detach())
-            loss, figures = policy_loss(_loss_tokens(micro, theta, prox[number], excluded[number]), settings)
-            torch.autograd.backward(loss)
-            taken.loss += float(loss.detach())
-            taken.figures += figures
-        # Only before the first optimizer step: afterwards the weights have moved on purpose, and a refusal would leave
-        # a step half taken.
-        if inner == 0:
-            _require_on_policy(taken.figures, batch.episodes, settings.effective_sample_size_min, base_version, index)
-        _apply(model, optimizer, settings.gradient_clip, taken)
-        inner_steps.append(taken)
+    """Trains on one batch in place; returns the metrics. An inner step without any gradient is skipped, so that momentum
+    alone never moves weights. Raises TooFarOffPolicy before anything has changed, and StepRefused."""
+    step = _Step(model, optimizer, batch, settings, base_version, index)
+    step.references = step.logprobs_by(reference) if reference is not None else [None] * len(batch.micro_batches)
+    before = step.copied_weights() if settings.probability_move_max else []
+    for _ in range(settings.inner_steps):
+        step.take_inner()
     # Frees the gradients: they are as large as the model and stay unused until the next batch.
     optimizer.zero_grad(set_to_none=True)
-    return {
-        **_loss_metrics(inner_steps),
-        "entropy": entropy / max(1, batch.tokens_sampled),
-        **gap_metrics(batch.micro_batches, prox, base_version),
-        **batch_metrics(batch.episodes, base_version),
-        "tokens": float(batch.tokens),
-        "tokens_sampled": float(batch.tokens_sampled),
-        "tokens_computed": float(sum(len(micro.tokens) for micro in batch.micro_batches)),
-    }
+    halvings = step.halve_until_near(before) if before else 0
+    step.require_finite_weights()
+    return step.metrics() | ({"update_halvings": float(halvings)} if before else {})
+
+
+class _Step:
+    """The inner steps on one batch."""
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        batch: TrainingBatch,
+        settings: GrpoSettings,
+        base_version: int,
+        index: int,
+    ) -> None:
+        self._model, self._optimizer, self._batch, self._settings = model, optimizer, batch, settings
+        self._base_version, self._index = base_version, index
+        self._prox: list[Tensor] = []
+        self._entropy = 0.0
+        self._inner_steps: list[_Inner] = []
+        self.references: Sequence[Tensor | None] = ()
+
+    def take_inner(self) -> None:
+        """One optimizer step on the whole batch. Raises TooFarOffPolicy, StepRefused."""
+        self._optimizer.zero_grad(set_to_none=True)
+        is_first = not self._inner_steps
+        taken = _Inner()
+        excluded = self._excluded()
+        for number in range(len(self._batch.micro_batches)):
+            self._backward(number, excluded[number], is_first, taken)
+        self._require_finite("loss", taken.loss)
+        # Only before the first optimizer step: afterwards the weights have moved on purpose, and a refusal would leave
+        # a step half taken.
+        if is_first:
+            size_min = self._settings.effective_sample_size_min
+            _require_on_policy(taken.figures, self._batch.episodes, size_min, self._base_version, self._index)
+        self._apply(taken)
+        self._inner_steps.append(taken)
+
+    def _backward(self, number: int, excluded: Tensor | None, is_first: bool, taken: _Inner) -> None:
+        micro = self._batch.micro_batches[number]
+        logprobs = _logprobs(self._model, micro)
+        theta = _of_targets(logprobs, micro)
+        # The weights have not moved yet, so the first pass gives prox without a forward pass of its own.
+        if is_first:
+            self._prox.append(theta.detach())
+            self._entropy += float(_entropies(logprobs.detach()).sum())
+        entropy = _entropies(logprobs) if self._settings.entropy_weight else None
+        tokens = _loss_tokens(micro, theta, self._prox[number], excluded, self.references[number], entropy)
+        loss, figures = policy_loss(tokens, self._settings)
+        torch.autograd.backward(loss)
+        taken.loss += float(loss.detach())
+        taken.figures += figures
+        if tokens.reference is not None:
+            taken.reference_k3 += float(divergence(tokens).detach().sum())
+
+    def _apply(self, taken: _Inner) -> None:
+        parameters = self._model.parameters.values()
+        taken.gradient_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._settings.gradient_clip))
+        # Clipping scales by the norm: with an infinite one, the step would turn parameters into NaN.
+        self._require_finite("gradient norm", taken.gradient_norm)
+        # Every token was rejected or clipped: AdamW would go on along its momentum, and decay weights.
+        taken.skipped = taken.gradient_norm == 0.0
+        if not taken.skipped:
+            self._optimizer.step()
+
+    @torch.no_grad()
+    def logprobs_by(self, model: Model) -> list[Tensor]:
+        """Log-probabilities of the sampled tokens by a model, for each micro-batch."""
+        return [_of_targets(_logprobs(model, micro), micro) for micro in self._batch.micro_batches]
+
+    def copied_weights(self) -> list[Tensor]:
+        return [tensor.detach().clone() for tensor in self._model.parameters.values()]
+
+    @torch.no_grad()
+    def halve_until_near(self, before: Sequence[Tensor]) -> int:
+        """Halves the update until no sampled token's probability has moved by more than probability_move_max; returns
+        how often. After _HALVINGS_MAX halvings what is left of it stays."""
+        for halvings in range(_HALVINGS_MAX):
+            now = self.logprobs_by(self._model)
+            moved = max(float((a.exp() - b.exp()).abs().max()) for a, b in zip(now, self._prox, strict=True))
+            # `not >`: weights that are not finite are for require_finite_weights to find.
+            if not moved > self._settings.probability_move_max:
+                return halvings
+            for tensor, start in zip(self._model.parameters.values(), before, strict=True):
+                tensor.lerp_(start, 0.5)
+        return _HALVINGS_MAX
+
+    @torch.no_grad()
+    def _excluded(self) -> Sequence[Tensor | None]:
+        """What m2po leaves out in each micro-batch of the next inner step; None = nothing is known beforehand."""
+        micros = self._batch.micro_batches
+        # The second moment is that of the whole step, so that the split into micro-batches changes nothing: a forward
+        # pass over all of them comes first. With one micro-batch the pass of the loss tells it.
+        if self._settings.mode != "m2po" or len(micros) < 2:
+            return [None] * len(micros)
+        theta = self.logprobs_by(self._model)
+        # Before the first inner step the weights are those of prox.
+        known = zip(micros, theta, self._prox or theta, strict=True)
+        return excluded_tokens([_loss_tokens(micro, now, start) for micro, now, start in known], self._settings)
+
+    def _require_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise StepRefused(
+                f"batch {self._index} gives version {self._base_version} a {what} of {value} in inner step "
+                f"{len(self._inner_steps)}: the step is refused and the batch is kept"
+            )
+
+    def require_finite_weights(self) -> None:
+        # A finite gradient can still end in weights that are not, by a learning rate that is far too high.
+        for name, tensor in self._model.parameters.items():
+            if not bool(tensor.detach().isfinite().all()):
+                raise StepRefused(
+                    f"batch {self._index} turns {name} of version {self._base_version} into numbers that are not "
+                    "finite: the step is refused and the batch is kept"
+                )
+
+    def metrics(self) -> dict[str, float]:
+        batch, micros = self._batch, self._batch.micro_batches
+        sampled = batch.tokens_sampled
+        divergences = [taken.reference_k3 / max(1, sampled) for taken in self._inner_steps]
+        refused = all(taken.skipped for taken in self._inner_steps)
+        return {
+            **_loss_metrics(self._inner_steps),
+            "entropy": self._entropy / max(1, sampled),
+            **({"reference_k3": _mean(divergences)} if any(r is not None for r in self.references) else {}),
+            **({"step_refused": 1.0} if refused else {}),
+            **gap_metrics(micros, self._prox, self._base_version),
+            **batch_metrics(batch.episodes, self._base_version),
+            "tokens": float(batch.tokens),
+            "tokens_sampled": float(sampled),
+            "tokens_computed": float(sum(len(micro.tokens) for micro in micros)),
+        }
 
 
 def batch_metrics(episodes: Sequence[Episode], base_version: int) -> dict[str, float]:
@@ -113,7 +226,6 @@ def _lags(episodes: Sequence[Episode], base_version: int) -> list[int]:
 def _require_on_policy(
     figures: LossFigures, episodes: Sequence[Episode], size_min: float, base_version: int, index: int
 ) -> None:
-    # Without a bound a figure that is not finite passes: such a step is skipped (_apply).
     if not size_min or figures.effective_sample_size >= size_min:
         return
     raise TooFarOffPolicy(
@@ -125,38 +237,30 @@ def _require_on_policy(
     )
 
 
-@torch.no_grad()
-def _excluded(
-    model: Model, micros: Sequence[MicroBatch], prox: Sequence[Tensor], settings: GrpoSettings
-) -> Sequence[Tensor | None]:
-    """What m2po leaves out in each micro-batch of the next inner step; None = nothing is known beforehand."""
-    # The second moment is that of the whole step, so that the split into micro-batches changes nothing: a forward pass
-    # over all of them comes first. With one micro-batch the pass of the loss tells it.
-    if settings.mode != "m2po" or len(micros) < 2:
-        return [None] * len(micros)
-    theta = [_of_targets(torch.log_softmax(model.logits(micro), -1), micro) for micro in micros]
-    # Before the first inner step the weights are those of prox.
-    known = zip(micros, theta, prox or theta, strict=True)
-    return excluded_tokens([_loss_tokens(micro, now, start) for micro, now, start in known], settings)
+def _logprobs(model: Model, micro: MicroBatch) -> Tensor:
+    """Log-probabilities of all tokens at each sampled place, at the temperature that it was sampled at."""
+    logits = model.logits(micro)
+    if micro.temperature is not None:
+        logits = logits / micro.temperature[:, None]
+    return torch.log_softmax(logits, -1)
 
 
 def _of_targets(logprobs: Tensor, micro: MicroBatch) -> Tensor:
     return logprobs.gather(1, micro.targets[:, None]).squeeze(1)
 
 
-def _loss_tokens(micro: MicroBatch, theta: Tensor, prox: Tensor, excluded: Tensor | None = None) -> Tokens:
+def _loss_tokens(
+    micro: MicroBatch,
+    theta: Tensor,
+    prox: Tensor,
+    excluded: Tensor | None = None,
+    reference: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> Tokens:
     # A micro-batch has only sampled tokens.
     mask = torch.ones_like(micro.targets, dtype=torch.bool)
-    return Tokens(theta, prox, micro.mu, micro.advantage, mask, micro.trajectory, micro.share, excluded)
-
-
-def _apply(model: Model, optimizer: torch.optim.Optimizer, gradient_clip: float, taken: _Inner) -> None:
-    taken.gradient_norm = float(torch.nn.utils.clip_grad_norm_(model.parameters.values(), gradient_clip))
-    # Clipping scales by the norm: with an infinite one, the step would turn parameters into NaN.
-    if math.isfinite(taken.gradient_norm):
-        optimizer.step()
-    else:
-        taken.skipped = True
+    sequence, share = micro.trajectory, micro.share
+    return Tokens(theta, prox, micro.mu, micro.advantage, mask, sequence, share, excluded, reference, entropy)
 
 
 def _loss_metrics(inner_steps: Sequence[_Inner]) -> dict[str, float]:
@@ -175,8 +279,8 @@ def _loss_metrics(inner_steps: Sequence[_Inner]) -> dict[str, float]:
     }
 
 
-def _entropy_sum(logprobs: Tensor) -> float:
-    return float(-(logprobs.exp() * logprobs).sum())
+def _entropies(logprobs: Tensor) -> Tensor:
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,22 +1,56 @@
-"""Tables and views of the trace store. Every statement is idempotent: it can run again on an existing store.
+"""Numbered migrations of the trace store: from any released layout to this one, and back. Views: `views`.
 
-One table holds the events of all runs. It is ordered by run, so a query about one run reads no rows of the others.
-Projections are small tables inside each part, which ClickHouse maintains and chooses by itself: the queries that run at
-every start and every second read a few rows, however large the store is.
+    1  one table `events`, with the event as JSON in its column `body`                      (release 0.1.0)
+    2  columns that decide about passing, computed from `body` at each insert
+    3  a light table `events` and the heavy `payloads`, with every shown figure in a typed column
+
+`migrate` brings a store to a layout and may be interrupted at any time: the old table stays until the new ones are
+complete. A store of a newer layout is refused. A column that a release adds without a migration, such as a new field of
+the envelope, is added to existing stores when they are opened.
 """
 
-from replayground.streams.rules.reward import (
-    ATTEMPT_PASSED_SQL,
-    ATTEMPT_REWARD_SQL,
-    ATTEMPT_VALID_SQL,
-    DECISION_SQL,
-    VALID_SQL,
-)
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-# IF NOT EXISTS leaves an existing table as it is: a column that is added here also needs an ALTER TABLE in STATEMENTS.
-# non_replicated_deduplication_window = how many insert tokens ClickHouse remembers. Without it, an insert that is
-# repeated after a crash would add its rows again (Store.insert).
-_EVENTS = """
+import msgspec
+from msgspec import inspect
+
+from replayground.consumers.clickhouse.columns import ORDER, TABLES_STORED, Table, columns_of
+from replayground.consumers.clickhouse.rows import UNDECODABLE, Row, encode_rows, event_row
+from replayground.consumers.clickhouse.views import SQL_BY_VIEW
+from replayground.consumers.clickhouse.views import TABLES as TABLES
+from replayground.schemas.errors import ReplaygroundError
+from replayground.schemas.events import EVENTS, Address, Event, Meta, SnapshotTaken, TrajectoriesSelected
+
+Progress = Callable[[int, int], None]
+"called with rows done and rows in all"
+
+
+class LayoutRefused(ReplaygroundError):
+    """The store has a layout that this release cannot use."""
+
+
+class Database(Protocol):
+    """What a migration needs of a connection to the database of the store."""
+
+    def command(self, cmd: str) -> Any: ...
+    def query(self, query: str, parameters: dict[str, Any] | None = None) -> Any: ...
+    def raw_insert(self, table: str, *, insert_block: bytes, fmt: str, settings: dict[str, Any]) -> Any: ...
+
+
+INSERT_SETTINGS: Mapping[str, Any] = {
+    # `body` is an object in the JSON lines and a String in the table.
+    "input_format_json_read_objects_as_strings": 1,
+    # A line has the columns of all tables; a test checks that each of them is in some table.
+    "input_format_skip_unknown_fields": 1,
+}
+
+# --- layout 1, as release 0.1.0 made it
+
+TABLE = """
 CREATE TABLE IF NOT EXISTS events
 (
     topic           LowCardinality(String),
@@ -56,313 +90,345 @@ ENGINE = MergeTree
 ORDER BY (run_id, type, topic, partition, offset)
 SETTINGS non_replicated_deduplication_window = 10000
 """
-
-SORTING_KEY = "run_id, type, topic, partition, offset"
-"a store whose table has another order was made by another release and is refused"
+_ENVELOPE_AND_BODY = (*Meta.__struct_fields__, "partition", "offset", "type", "body")
+_COLUMNS_OF_1 = (*_ENVELOPE_AND_BODY, "tokens", "score", "verdict", "ended_by", "version")
 
 # The condition is inside the aggregate, not in WHERE: projection `standing` has no column `type`, so with a WHERE on it
 # ClickHouse would read the table instead.
 LAST_OFFSET = "maxIf(offset, type != 'undecodable')"
 LAST_ID = "argMaxIf(id, offset, type != 'undecodable')"
-
 # All facts of a run in one row of the projection. The condition is inside the aggregate for the same reason.
 RUN_FACTS = "groupArrayIf((offset, type, id, sender, timestamp, body), topic = 'runs')"
 
-
-def _of_rewards(extracted: str, otherwise: str) -> str:
-    """An expression that is not computed for other events: their bodies may be long, and each insert would parse them."""
-    return f"if(type = 'RewardAssigned', {extracted}, {otherwise})"
-
-
-# What decides about passing, by far the most frequent question. MATERIALIZED: computed from the body at each insert,
-# and while reading for the rows that an older release has inserted.
-_COLUMNS = tuple(
-    f"ALTER TABLE events ADD COLUMN IF NOT EXISTS {name} {kind} MATERIALIZED {expression} COMMENT '{comment}'"
-    for name, kind, expression, comment in (
-        (
-            "scorer_set",
-            "LowCardinality(String)",
-            _of_rewards("JSONExtractString(body, 'scorer_set')", "''"),
-            "of a RewardAssigned; empty in older events",
-        ),
-        (
-            "weight",
-            "Nullable(Float64)",
-            # Null for what JSON cannot hold: infinity and NaN. Older events have no weight.
-            _of_rewards("if(JSONHas(body, 'weight'), JSONExtract(body, 'weight', 'Nullable(Float64)'), 1)", "NULL"),
-            "of a RewardAssigned",
-        ),
-        (
-            "passed",
-            "Nullable(Bool)",
-            _of_rewards("JSONExtract(body, 'passed', 'Nullable(Bool)')", "NULL"),
-            "of a RewardAssigned",
-        ),
-        (
-            "scorers",
-            "UInt16",
-            _of_rewards("toUInt16(JSONLength(body, 'scorers'))", "0"),
-            "how many scorers judge the attempt of a RewardAssigned",
-        ),
-    )
-)
-
-_PROJECTIONS = (
-    # By default ClickHouse refuses DELETE on a table with projections. reconcile deletes rows, and `rebuild` makes the
-    # projections of the parts that it touches again.
-    "ALTER TABLE events MODIFY SETTING lightweight_mutation_projection_mode = 'rebuild'",
-    # How far the store is on each partition, and its last event there: read at every start (TraceWriter).
-    f"""ALTER TABLE events ADD PROJECTION IF NOT EXISTS standing
-        (SELECT topic, partition, max(offset), count(), {LAST_OFFSET}, {LAST_ID} GROUP BY topic, partition)""",
+_PROJECTIONS: Mapping[str, str] = {
+    # How far a table is on each partition, and its last event there: read at every start (TraceWriter).
+    "standing": f"(SELECT topic, partition, max(offset), count(), {LAST_OFFSET}, {LAST_ID} GROUP BY topic, partition)",
     # Rows by address instead of by run: for counting rows against the messages of a partition.
-    """ALTER TABLE events ADD PROJECTION IF NOT EXISTS by_place
-        (SELECT topic, partition, offset ORDER BY topic, partition, offset)""",
+    "by_place": "(SELECT topic, partition, offset ORDER BY topic, partition, offset)",
     # For the list of runs and the counters of the page, which are refreshed every few seconds.
-    """ALTER TABLE events ADD PROJECTION IF NOT EXISTS by_run
-        (SELECT run_id, type, count(), min(timestamp), max(timestamp), max(version) GROUP BY run_id, type)""",
-    f"ALTER TABLE events ADD PROJECTION IF NOT EXISTS run_facts (SELECT run_id, {RUN_FACTS} GROUP BY run_id)",
-)
+    "by_run": "(SELECT run_id, type, count(), min(timestamp), max(timestamp), max(version) GROUP BY run_id, type)",
+    "run_facts": f"(SELECT run_id, {RUN_FACTS} GROUP BY run_id)",
+}
 
-_WHERE = (
-    "run_id, session_id, task_id, group_id, trajectory_id, attempt_id, seq, time, timestamp, purpose, policy_version, "
-    "partition, offset"
-)
+# By default ClickHouse refuses DELETE on a table with projections. reconcile deletes rows, and `rebuild` makes the
+# projections of the parts that it touches again.
+_REBUILD_PROJECTIONS = "MODIFY SETTING lightweight_mutation_projection_mode = 'rebuild'"
 
-
-def _view(name: str, kind: str, columns: str, derived: bool = False) -> str:
-    """A typed view of one kind of event. A derived event may be on the log twice with one id; it is shown once."""
-    once = " LIMIT 1 BY id" if derived else ""
-    return f"CREATE OR REPLACE VIEW {name} AS SELECT id, {_WHERE}, {columns} FROM events WHERE type = '{kind}'{once}"
-
-
-_TASK = """
-    JSONExtractString(body, 'task', 'prompt') AS prompt,
-    JSONExtractString(body, 'task', 'reference') AS reference,
-    JSONExtractString(body, 'task', 'split') AS split,
-    JSONExtract(body, 'task', 'tags', 'Map(String, String)') AS tags
-"""
-
-# The same fold as streams.rules.runs: the newest start counts, and only a RunEnded of that start ends the run. Of two
-# events with the same number the first on the log counts, hence argMin by offset. RunStarted has no field `start`,
-# which JSONExtractInt reads as 0.
-_RUNS = """
-CREATE OR REPLACE VIEW runs AS
-SELECT run_id,
-       JSONExtractString(first, 'kind') AS kind,
-       JSONExtractString(JSONExtractString(first, 'config'), 'job', 'module') AS job,
-       JSONExtractInt(first, 'seed') AS seed,
-       JSONExtractString(newest, 'started_by') AS started_by,
-       fromUnixTimestamp64Micro(started, 'UTC') AS started_at,
-       if(ended = 0, NULL, fromUnixTimestamp64Micro(ended, 'UTC')) AS ended_at,
-       if(ended = 0, NULL, JSONExtractString(end, 'reason')) AS reason,
-       JSONExtractString(end, 'detail') AS detail,
-       JSONExtractString(newest, 'code_version') AS code_version,
-       starts,
-       JSONExtractString(first, 'config') AS config
-FROM
-(
-    SELECT run_id, any(newest_start) AS starts,
-           argMinIf(body, offset, type = 'RunStarted') AS first,
-           minIf(timestamp, type = 'RunStarted') AS started,
-           argMinIf(body, offset, number = newest_start AND type != 'RunEnded') AS newest,
-           argMinIf(body, offset, number = newest_start AND type = 'RunEnded') AS end,
-           argMinIf(timestamp, offset, number = newest_start AND type = 'RunEnded') AS ended
-    FROM
-    (
-        SELECT run_id, type, offset, timestamp, body, JSONExtractInt(body, 'start') AS number,
-               max(if(type = 'RunResumed', number, 0)) OVER (PARTITION BY run_id) AS newest_start
-        FROM events WHERE type IN ('RunStarted', 'RunResumed', 'RunEnded')
-    )
-    GROUP BY run_id
-    HAVING countIf(type = 'RunStarted') > 0
-)
-"""
-
-_IDS = ("session_id", "task_id", "group_id", "trajectory_id", "purpose", "policy_version", "ended_by")
-
-
-def outcomes(where: str = "1") -> str:
-    """A SELECT of what the scorers made of each attempt, one row for each attempt and scorer set, once all of its
-    scorers have judged it. `where` is a condition over columns of RewardAssigned."""
-    # Conditions of a query to the view reach the table only by the keys of its GROUP BY; other ones are given here.
-    shown = ", ".join(f"any(judged.{name}) AS {name}" for name in _IDS)
-    return f"""
-SELECT run_id, attempt_id, scorer_set, {shown}, min(judged.timestamp) AS timestamp,
-       fromUnixTimestamp64Micro(min(judged.timestamp), 'UTC') AS time,
-       {ATTEMPT_REWARD_SQL} AS reward, {ATTEMPT_PASSED_SQL} AS passed, 1 - {ATTEMPT_VALID_SQL} AS excluded
-FROM
-(
-    SELECT run_id, attempt_id, scorer_set, {", ".join(_IDS)}, timestamp, id, score, weight, scorers,
-           {VALID_SQL} AS valid, {DECISION_SQL} AS decision
-    FROM events WHERE type = 'RewardAssigned' AND ({where})
-) AS judged
-GROUP BY run_id, attempt_id, scorer_set
-HAVING uniqExact(id) >= max(scorers)
-"""
-
-
-_VIEWS = (
-    _RUNS,
-    f"CREATE OR REPLACE VIEW outcomes AS {outcomes()}",
-    _view("tasks", "TaskSubmitted", f"{_TASK}, JSONExtractInt(body, 'task', 'group_size') AS group_size"),
-    _view(
-        "turns",
-        "TurnGenerated",
-        """tokens, JSONExtractString(body, 'agent') AS agent, JSONExtractString(body, 'text') AS text,
-        JSONExtractString(body, 'finish_reason') AS finish_reason, JSONExtractFloat(body, 'milliseconds') AS milliseconds,
-        JSONExtractRaw(body, 'versions') AS versions""",
-    ),
-    _view(
-        "calls",
-        "ToolCalled",
-        """JSONExtractString(body, 'call_id') AS call_id, JSONExtractString(body, 'tool') AS tool,
-        JSONExtractString(body, 'arguments') AS arguments""",
-    ),
-    _view(
-        "observations",
-        "ToolObserved",
-        """JSONExtractString(body, 'call_id') AS call_id, JSONExtractString(body, 'tool') AS tool,
-        JSONExtractString(body, 'content') AS content, JSONExtractBool(body, 'is_error') AS is_error,
-        JSONExtract(body, 'error_kind', 'Nullable(String)') AS error_kind,
-        JSONExtract(body, 'perturbation', 'Nullable(String)') AS perturbation,
-        JSONExtractFloat(body, 'milliseconds') AS milliseconds""",
-    ),
-    # After `calls` and `observations`, which it selects from. ANY: one row for each observation, whatever `calls` has.
-    """CREATE OR REPLACE VIEW tool_calls AS
-        SELECT observed.*, called.arguments AS arguments FROM observations AS observed
-        LEFT ANY JOIN calls AS called
-        ON observed.attempt_id = called.attempt_id AND observed.call_id = called.call_id""",
-    _view(
-        "ends",
-        "RolloutEnded",
-        """ended_by, JSONExtract(body, 'answer', 'Nullable(String)') AS answer,
-        JSONExtract(body, 'reason', 'Nullable(String)') AS reason, JSONExtractInt(body, 'turns') AS turns,
-        JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled, JSONExtractInt(body, 'tokens_read') AS tokens_read,
-        JSONExtractFloat(body, 'milliseconds') AS milliseconds, JSONExtractFloat(body, 'cost') AS cost""",
-    ),
-    _view(
-        "trajectories",
-        "TrajectoryAssembled",
-        f"""ended_by, JSONExtractInt(body, 'index') AS index, JSONExtract(body, 'answer', 'Nullable(String)') AS answer,
-        JSONExtract(body, 'reason', 'Nullable(String)') AS reason, JSONExtractInt(body, 'turns') AS turns,
-        JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
-        JSONExtract(body, 'policy_version_oldest', 'Nullable(Int64)') AS policy_version_oldest, {_TASK},
-        JSONExtractRaw(body, 'transcript') AS transcript, JSONExtractFloat(body, 'cost') AS cost""",
-        derived=True,
-    ),
-    _view(
-        "attempts",
-        "AttemptEnded",
-        """ended_by, JSONExtractInt(body, 'index') AS index, JSONExtractInt(body, 'group_size') AS group_size,
-        JSONExtract(body, 'reason', 'Nullable(String)') AS reason, JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
-        JSONExtract(body, 'policy_version_oldest', 'Nullable(Int64)') AS policy_version_oldest""",
-        derived=True,
-    ),
-    _view(
-        "rewards",
-        "RewardAssigned",
-        """score, verdict, ended_by, JSONExtractString(body, 'scorer') AS scorer,
-        JSONExtractString(body, 'scorer_version') AS scorer_version, JSONExtractInt(body, 'index') AS index,
-        JSONExtract(body, 'parts', 'Map(String, Float64)') AS parts, JSONExtractString(body, 'evidence') AS evidence,
-        JSONExtract(body, 'excluded_because', 'Nullable(String)') AS excluded_because,
-        JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
-        scorer_set, weight, passed""",
-        derived=True,
-    ),
-    _view(
-        "selections",
-        "TrajectoriesSelected",
-        """JSONExtractString(body, 'name') AS name, JSONExtract(body, 'runs', 'Array(String)') AS runs,
-        JSONExtractString(body, 'where') AS where_sql, JSONExtractInt(body, 'trajectories') AS trajectories,
-        JSONExtractString(body, 'sha256') AS sha256""",
-    ),
-    _view(
-        "groups",
-        "GroupCompleted",
-        """JSONExtractString(body, 'scorer_set') AS scorer_set, JSONExtractFloat(body, 'reward_mean') AS reward_mean,
-        JSONExtractFloat(body, 'reward_deviation') AS reward_deviation,
-        JSONExtract(body, 'dropped_because', 'Nullable(String)') AS dropped_because,
-        JSONLength(body, 'members') AS members""",
-        derived=True,
-    ),
-    _view(
-        "batches",
-        "BatchCut",
-        """JSONExtractInt(body, 'index') AS index, JSONExtractInt(body, 'base_version') AS base_version,
-        JSONExtractInt(body, 'policy_floor') AS policy_floor, JSONExtractInt(body, 'tokens_sampled') AS tokens_sampled,
-        JSONLength(body, 'members') AS members, JSONLength(body, 'groups') AS groups,
-        JSONLength(body, 'groups_stale') + JSONExtractInt(body, 'groups_stale_unnamed') AS groups_stale,
-        JSONExtract(body, 'groups_dropped', 'Map(String, Int64)') AS groups_dropped""",
-    ),
-    _view(
-        "steps",
-        "StepTaken",
-        """JSONExtractString(body, 'kind') AS kind, JSONExtract(body, 'base_version', 'Nullable(Int64)') AS base_version,
-        version AS new_version, JSONExtract(body, 'batch_id', 'Nullable(String)') AS batch_id,
-        JSONExtract(body, 'metrics', 'Map(String, Float64)') AS metrics,
-        JSONExtract(body, 'seconds', 'Map(String, Float64)') AS seconds,
-        JSONExtractString(body, 'code_hash') AS code_hash, JSONExtractString(body, 'config_hash') AS config_hash""",
-    ),
-    _view(
-        "weights",
-        "WeightsPublished",
-        """version, JSONExtract(body, 'base_version', 'Nullable(Int64)') AS base_version,
-        JSONExtractString(body, 'kind') AS kind,
-        arraySum(arrayMap(file -> JSONExtractInt(file, 'size_bytes'), JSONExtractArrayRaw(body, 'files'))) AS size_bytes""",
-    ),
-    _view(
-        "serving",
-        "WeightsLoaded",
-        """version, JSONExtractString(body, 'server') AS server, JSONExtractString(body, 'digest') AS digest,
-        JSONExtract(body, 'probe_gap', 'Nullable(Float64)') AS probe_gap, JSONExtractFloat(body, 'seconds') AS seconds,
-        JSONExtract(body, 'refusal', 'Nullable(String)') AS refusal""",
-    ),
-    _view(
-        "control",
-        "ControlIssued",
-        """version, JSONExtractString(body, 'command') AS command, JSONExtractString(body, 'requested_by') AS requested_by,
-        JSONExtractString(body, 'reason') AS reason""",
-    ),
-    _view(
-        "workers",
-        "WorkerSeen",
-        """JSONExtractString(body, 'worker') AS worker, JSONExtractString(body, 'role') AS role,
-        JSONExtract(body, 'load', 'Map(String, Float64)') AS load""",
-    ),
-    _view(
-        "snapshots",
-        "SnapshotTaken",
-        """JSONExtractString(body, 'program') AS program, JSONExtractString(body, 'code_version') AS code_version,
-        JSONExtractInt(body, 'size_bytes') AS size_bytes, JSONExtractRaw(body, 'positions') AS positions""",
-    ),
-    _view(
-        "rejects",
-        "EventRejected",
-        """JSONExtractString(body, 'stage') AS stage, JSONExtractString(body, 'reason') AS reason,
-        JSONExtractString(body, 'origin', 'topic') AS origin_topic,
-        JSONExtractInt(body, 'origin', 'partition') AS origin_partition,
-        JSONExtractInt(body, 'origin', 'offset') AS origin_offset""",
-    ),
-)
-
-TABLE: str = _EVENTS
-STATEMENTS: tuple[str, ...] = (*_COLUMNS, *_PROJECTIONS, *_VIEWS)
-"run after TABLE"
-TABLES: tuple[str, ...] = (
-    *("events", "runs", "tasks", "turns", "calls", "observations", "tool_calls", "ends", "trajectories", "attempts"),
+_LAYOUT_1 = (
+    TABLE,
     *(
-        "rewards",
-        "outcomes",
-        "selections",
-        "groups",
-        "batches",
-        "steps",
-        "weights",
-        "serving",
-        "control",
-        "workers",
-        "snapshots",
-        "rejects",
+        f"ALTER TABLE events {change}"
+        for change in (
+            _REBUILD_PROJECTIONS,
+            *(f"ADD PROJECTION IF NOT EXISTS {name} {select}" for name, select in _PROJECTIONS.items()),
+        )
     ),
 )
-"what the SQL of a user may read (sql_guard)"
+
+# --- layout 2
+
+_COMPUTED = (
+    ("scorer_set", "LowCardinality(String)", "JSONExtractString(body, 'scorer_set')", "''"),
+    (
+        "weight",
+        "Nullable(Float64)",
+        "if(JSONHas(body, 'weight'), JSONExtract(body, 'weight', 'Nullable(Float64)'), 1)",
+        "NULL",
+    ),
+    ("passed", "Nullable(Bool)", "JSONExtract(body, 'passed', 'Nullable(Bool)')", "NULL"),
+    ("scorers", "UInt16", "toUInt16(JSONLength(body, 'scorers'))", "0"),
+)
+_TO_2 = tuple(
+    f"ALTER TABLE events ADD COLUMN IF NOT EXISTS {name} {kind} "
+    f"MATERIALIZED if(type = 'RewardAssigned', {extracted}, {otherwise})"
+    for name, kind, extracted, otherwise in _COMPUTED
+)
+_FROM_2 = tuple(f"ALTER TABLE events DROP COLUMN IF EXISTS {name}" for name, *_ in _COMPUTED)
+
+# --- layout 3
+
+_OLD = "events_before_3"
+"where the rows of layout 2 wait until all of them are in the tables of layout 3"
+_PROJECTIONS_OF: Mapping[Table, tuple[str, ...]] = {
+    "events": ("standing", "by_place", "by_run"),
+    "payloads": ("standing", "run_facts"),
+}
+_SETTINGS = (
+    # How many insert tokens ClickHouse remembers: what is sent again after a lost answer adds nothing (Store.insert).
+    "non_replicated_deduplication_window = 10000",
+    "lightweight_mutation_projection_mode = 'rebuild'",
+    # Nothing plans by them, and every insert would compute them.
+    "auto_statistics_types = ''",
+    # Offsets are committed once their rows are inserted. Without these two a power cut loses such rows: ClickHouse
+    # leaves it to the kernel when to write, which takes half a minute (decision 0030). Parts that were merged are kept
+    # for eight minutes (old_parts_lifetime), so merges need no fsync.
+    "fsync_after_insert = 1",
+    "fsync_part_directory = 1",
+)
+
+
+def _create(table: Table) -> str:
+    parts = [
+        *(column.definition for column in columns_of(table)),
+        *(f"INDEX by_{name} {name}_id TYPE bloom_filter GRANULARITY 4" for name in ("trajectory", "group")),
+        *(f"PROJECTION {name} {_PROJECTIONS[name]}" for name in _PROJECTIONS_OF[table]),
+    ]
+    return (
+        f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(parts)}) ENGINE = MergeTree ORDER BY ({ORDER}) "
+        f"SETTINGS {', '.join(_SETTINGS)}"
+    )
+
+
+def _to_1(database: Database, progress: Progress) -> None:
+    _run(database, _LAYOUT_1)
+
+
+def _to_0(database: Database, progress: Progress) -> None:
+    _run(database, ("DROP TABLE IF EXISTS events SYNC",))
+
+
+def _to_2(database: Database, progress: Progress) -> None:
+    _run(database, _TO_2)
+
+
+def _back_to_1(database: Database, progress: Progress) -> None:
+    _run(database, _FROM_2)
+
+
+def _to_3(database: Database, progress: Progress) -> None:
+    if not _exists(database, _OLD):
+        _run(database, (f"RENAME TABLE events TO {_OLD}",))
+    # What an interrupted migration has left.
+    _run(database, [f"DROP TABLE IF EXISTS {table} SYNC" for table in TABLES_STORED])
+    _run(database, map(_create, TABLES_STORED))
+    ((total,),) = database.query(f"SELECT count() FROM {_OLD}").result_rows
+    done = 0
+    for rows in _old_rows(database):
+        block = encode_rows(rows)
+        for table in TABLES_STORED:
+            database.raw_insert(table, insert_block=block, fmt="JSONEachRow", settings=dict(INSERT_SETTINGS))
+        done += len(rows)
+        progress(done, int(total))
+
+
+def _back_to_2(database: Database, progress: Progress) -> None:
+    old = TABLE.replace("EXISTS events", f"EXISTS {_OLD}")
+    names = ", ".join(f"`{name}`" for name in _COLUMNS_OF_1)
+    chosen = ", ".join(f"heavy.`{name}`" if name == "body" else f"light.`{name}`" for name in _COLUMNS_OF_1)
+    _run(
+        database,
+        (
+            f"DROP TABLE IF EXISTS {_OLD} SYNC",
+            old,
+            f"INSERT INTO {_OLD} ({names}) SELECT {chosen} FROM payloads AS heavy INNER JOIN events AS light "
+            "USING (topic, partition, offset)",
+            "DROP TABLE events SYNC",
+            f"RENAME TABLE {_OLD} TO events",
+            "DROP TABLE payloads SYNC",
+            *_LAYOUT_1,
+            *_TO_2,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Migration:
+    """One step between two layouts. Both directions may be interrupted and run again."""
+
+    number: int
+    name: str
+    up: Callable[[Database, Progress], None]
+    down: Callable[[Database, Progress], None]
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    Migration(1, "one table of events", _to_1, _to_0),
+    Migration(2, "columns that decide about passing", _to_2, _back_to_1),
+    Migration(3, "a light table, and payloads", _to_3, _back_to_2),
+)
+LAYOUT = MIGRATIONS[-1].number
+"what this release makes and reads"
+
+_RECORD = """
+CREATE TABLE IF NOT EXISTS migrations
+(number UInt32, name String, applied_at DateTime DEFAULT now())
+ENGINE = MergeTree ORDER BY number SETTINGS fsync_after_insert = 1, fsync_part_directory = 1
+"""
+
+
+def _ignore(done: int, total: int) -> None:
+    """Shows no progress."""
+
+
+def migrate(database: Database, to: int = LAYOUT, progress: Progress = _ignore) -> None:
+    """Brings the store to a layout. Raises LayoutRefused, and what the database raises."""
+    standing = layout_of(database)
+    if standing > LAYOUT:
+        raise LayoutRefused(
+            f"it has layout {standing}, made by a newer release, and this one reads layouts up to {LAYOUT}: use that "
+            "release, or set [traces] dsn to another folder to have one filled from the log"
+        )
+    database.command(_RECORD)
+    for migration in MIGRATIONS[standing:to]:
+        # Nothing to carry over in a new store: it gets the tables of the newest layout at once.
+        if standing == 0 and to >= 3 and migration.number < 3:
+            _record(database, migration)
+            continue
+        if standing == 0 and migration.number == 3:
+            _run(database, map(_create, TABLES_STORED))
+        else:
+            migration.up(database, progress)
+        _record(database, migration)
+    for migration in reversed(MIGRATIONS[to:standing]):
+        _drop_views(database)
+        migration.down(database, progress)
+        database.command(f"DELETE FROM migrations WHERE number >= {migration.number}")
+    if to == LAYOUT:
+        _run(database, (f"DROP TABLE IF EXISTS {_OLD} SYNC",))
+        _add_missing_columns(database)
+        _renew_views(database)
+
+
+def layout_of(database: Database) -> int:
+    """The layout of the store, 0 when it is empty. Raises LayoutRefused when no release made it."""
+    if _exists(database, "migrations"):
+        ((number,),) = database.query("SELECT max(number) FROM migrations").result_rows
+        if number:
+            return int(number)
+    if _exists(database, _OLD):
+        return 2
+    if not _exists(database, "events"):
+        return 0
+    # Layouts 1 and 2 have no record.
+    ((key,),) = database.query(
+        "SELECT sorting_key FROM system.tables WHERE database = currentDatabase() AND name = 'events'"
+    ).result_rows
+    if key != ORDER:
+        raise LayoutRefused(
+            f"it was made by another release (its rows are ordered by {key}, not by {ORDER}): set [traces] dsn to "
+            "another folder, or remove that one to have it filled again from the log"
+        )
+    return 2 if "scorer_set" in _columns_in(database, "events") else 1
+
+
+def _record(database: Database, migration: Migration) -> None:
+    database.command(f"INSERT INTO migrations (number, name) VALUES ({migration.number}, '{migration.name}')")
+
+
+def _add_missing_columns(database: Database) -> None:
+    """Columns that were declared after the store was made. Changes no rows."""
+    for table in TABLES_STORED:
+        there = _columns_in(database, table)
+        _run(
+            database,
+            [
+                f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS {column.definition}"
+                for column in columns_of(table)
+                if column.name not in there
+            ],
+        )
+
+
+def _renew_views(database: Database) -> None:
+    """Makes the views that are not there, or that another release has made otherwise."""
+    asked = "SELECT name, comment FROM system.tables WHERE database = currentDatabase() AND engine = 'View'"
+    there = dict(database.query(asked).result_rows)
+    # In order: a view may select from one before it.
+    for name, sql in SQL_BY_VIEW.items():
+        digest = hashlib.sha256(sql.encode()).hexdigest()
+        if there.get(name) != digest:
+            database.command(f"CREATE OR REPLACE VIEW {name} AS {sql} COMMENT '{digest}'")
+
+
+def _drop_views(database: Database) -> None:
+    views = database.query(
+        "SELECT name FROM system.tables WHERE database = currentDatabase() AND engine = 'View'"
+    ).result_rows
+    _run(database, [f"DROP VIEW IF EXISTS `{name}` SYNC" for (name,) in views])
+
+
+def _exists(database: Database, table: str) -> bool:
+    return bool(database.query(f"EXISTS TABLE {table}").result_rows[0][0])
+
+
+def _columns_in(database: Database, table: str) -> set[str]:
+    asked = "SELECT name FROM system.columns WHERE database = currentDatabase() AND table = {table:String}"
+    return {name for (name,) in database.query(asked, {"table": table}).result_rows}
+
+
+def _run(database: Database, statements: Iterable[str]) -> None:
+    for statement in statements:
+        database.command(statement)
+
+
+# --- from layout 2 to 3: each event is made again from its row, so that its new row is the one that the log would give
+
+_ROWS_AT_ONCE = 5000
+_CLASSES = {kind.__name__: kind for kind in EVENTS}
+_TYPES = {kind: inspect.type_info(kind) for kind in EVENTS}
+_LEFT_OUT: Mapping[type[Event], Mapping[str, Any]] = {
+    SnapshotTaken: {"state": ""},
+    TrajectoriesSelected: {"partitions": "", "offsets": "", "group_sizes": ""},
+}
+"fields that rows do not have, as nothing"
+
+
+def _old_rows(database: Database) -> Iterator[list[Row]]:
+    """All rows of layout 2 as rows of layout 3, in pieces."""
+    names = ", ".join(f"`{name}`" for name in _ENVELOPE_AND_BODY)
+    kinds = database.query(f"SELECT DISTINCT run_id, type FROM {_OLD} ORDER BY run_id, type").result_rows
+    for run_id, kind in kinds:
+        asked: dict[str, Any] = {"run": run_id, "kind": kind, "topic": "", "partition": -1, "offset": -1}
+        while True:
+            # Along the order of the table: each piece begins where the one before ended, without a search.
+            found = database.query(
+                f"SELECT {names} FROM {_OLD} WHERE run_id = {{run:String}} AND type = {{kind:String}} "
+                "AND (topic, partition, offset) > ({topic:String}, {partition:Int32}, {offset:Int64}) "
+                f"ORDER BY topic, partition, offset LIMIT {_ROWS_AT_ONCE}",
+                asked,
+            ).result_rows
+            if not found:
+                break
+            yield [_converted(dict(zip(_ENVELOPE_AND_BODY, values, strict=True))) for values in found]
+            last = dict(zip(_ENVELOPE_AND_BODY, found[-1], strict=True))
+            asked |= {name: last[name] for name in ("topic", "partition", "offset")}
+
+
+def _converted(old: dict[str, Any]) -> Row:
+    """A row of layout 3 from one of layout 2."""
+    address = Address(old["topic"], old["partition"], old["offset"])
+    stored = msgspec.json.decode(old["body"])
+    body = msgspec.Raw(old["body"].encode())
+    kind = _CLASSES.get(old["type"])
+    if kind is None:
+        row = {"topic": address.topic, "partition": address.partition, "offset": address.offset}
+        return row | {"type": UNDECODABLE, "reason": stored.get("reason"), "body": body}
+    meta = {name: old[name] for name in Meta.__struct_fields__}
+    fields = _with_nan(_TYPES[kind], {"meta": meta, **stored, **_LEFT_OUT.get(kind, {})})
+    row = event_row(address, msgspec.convert(fields, kind, strict=False))
+    # Of what the row leaves out, its size is there already.
+    row |= {name: stored[name] for name in ("size_bytes", "trajectories") if name in stored and kind in _LEFT_OUT}
+    return row | {"body": body}
+
+
+def _with_nan(kind: inspect.Type, value: Any) -> Any:
+    """The value with NaN where JSON has null in place of a number: a row cannot tell NaN and infinity."""
+    match kind:
+        case inspect.FloatType():
+            return float("nan") if value is None else value
+        case inspect.StructType():
+            if not isinstance(value, dict):
+                return value
+            types = {field.name: field.type for field in kind.fields}
+            return {name: _with_nan(types[name], part) for name, part in value.items() if name in types}
+        case inspect.DictType():
+            return {name: _with_nan(kind.value_type, part) for name, part in value.items()}
+        case inspect.ListType():
+            return [_with_nan(kind.item_type, part) for part in value]
+        case inspect.BytesType():
+            return base64.b64decode(value) if isinstance(value, str) else value
+        case inspect.UnionType():
+            inner = next((option for option in kind.types if not isinstance(option, inspect.NoneType)), None)
+            return value if value is None or inner is None else _with_nan(inner, value)
+        case _:
+            return value

@@ -3,16 +3,23 @@
 A trajectory counts once, by its first attempt that did not end by infra_error, as everywhere on the log.
 """
 
-from replayground.consumers.clickhouse.migrations import LAST_ID, LAST_OFFSET, outcomes
+from replayground.consumers.clickhouse.columns import Table
+from replayground.consumers.clickhouse.migrations import LAST_ID, LAST_OFFSET
 from replayground.consumers.clickhouse.migrations import RUN_FACTS as _RUN_FACTS
+from replayground.consumers.clickhouse.views import outcomes
 
 # --- the field as a whole; answered by projections
 
-# Next offset and number of rows of every partition. One query, so that both figures belong to the same state of the
-# store.
-STANDING = """
-SELECT topic, partition, max(offset) + 1 AS following, count() AS rows FROM events GROUP BY topic, partition
-"""
+
+def standing_of(table: Table) -> str:
+    """Next offset and number of rows of every partition. One query, so that both figures belong to the same state of
+    the store."""
+    return (
+        f"SELECT topic, partition, max(offset) + 1 AS following, count() AS rows FROM {table} GROUP BY topic, partition"
+    )
+
+
+STANDING = standing_of("events")
 
 # The last decodable event of every partition: its id shows whether the store was filled from this log (TraceWriter).
 LAST_EVENTS = f"""
@@ -27,7 +34,7 @@ WHERE topic = {topic:String} AND partition = {partition:Int32} AND offset IN {of
 """
 
 # HAVING leaves out ids that are no run: `field`, and the empty id of undecodable messages.
-RUN_FACTS = f"SELECT run_id, {_RUN_FACTS} AS facts FROM events GROUP BY run_id HAVING notEmpty(facts)"
+RUN_FACTS = f"SELECT run_id, {_RUN_FACTS} AS facts FROM payloads GROUP BY run_id HAVING notEmpty(facts)"
 
 # `newest` of WorkerSeen is the newest heartbeat of a run, which tells a running run from a lost one.
 COUNTS_BY_RUN = """
@@ -40,8 +47,8 @@ SELECT run_id, type, count() AS events, max(timestamp) AS newest FROM events GRO
 STEPS_OF_RUNS = """
 SELECT run_id, uniqExact(version) AS steps, argMax(reward, version) AS reward_mean FROM
 (
-    SELECT run_id, version, JSONExtract(body, 'metrics', 'reward_mean', 'Nullable(Float64)') AS reward FROM events
-    WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'grpo'
+    SELECT run_id, version, if(has(metrics, 'reward_mean'), metrics['reward_mean'], NULL) AS reward FROM events
+    WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND kind = 'grpo'
 )
 GROUP BY run_id
 """
@@ -60,16 +67,15 @@ ORDER BY type
 
 # LIMIT 1 BY: a step that is on the log twice counts once.
 STEPS = """
-SELECT version, body, timestamp FROM events
-WHERE run_id = {run:String} AND type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'grpo'
+SELECT version, metrics, stage_seconds AS seconds, timestamp FROM events
+WHERE run_id = {run:String} AND type = 'StepTaken' AND kind = 'grpo'
 ORDER BY version, offset LIMIT 1 BY version
 """
 
-# The figures of the live view alone. STEPS returns whole bodies, which the live view would decode at every refresh.
+# The figures of the live view alone: a missing one is 0.
 STEP_CURVE = """
-SELECT version, ifNull(JSONExtract(body, 'metrics', 'reward_mean', 'Nullable(Float64)'), 0) AS reward_mean,
-       ifNull(JSONExtract(body, 'metrics', 'staleness_max', 'Nullable(Float64)'), 0) AS staleness_max
-FROM events WHERE run_id = {run:String} AND type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'grpo'
+SELECT version, metrics['reward_mean'] AS reward_mean, metrics['staleness_max'] AS staleness_max
+FROM events WHERE run_id = {run:String} AND type = 'StepTaken' AND kind = 'grpo'
 ORDER BY version, offset LIMIT 1 BY version
 """
 
@@ -123,9 +129,8 @@ WHERE run_id = {run:String} AND type = 'TurnGenerated' AND timestamp >= {since:I
 
 # version = the last one that the server loaded and verified; refusal = that of its newest try, '' when it succeeded.
 SERVED = """
-SELECT JSONExtractString(body, 'server') AS server,
-       argMaxIf(version, timestamp, JSONExtractString(body, 'refusal') = '') AS version,
-       argMax(JSONExtractString(body, 'refusal'), timestamp) AS refusal
+SELECT server, argMaxIf(version, timestamp, ifNull(refusal, '') = '') AS version,
+       argMax(ifNull(refusal, ''), timestamp) AS refused
 FROM events WHERE run_id = {run:String} AND type = 'WeightsLoaded' GROUP BY server ORDER BY server
 """
 
@@ -134,7 +139,8 @@ SELECT max(version) AS version FROM events WHERE run_id = {run:String} AND type 
 """
 
 WORKERS = """
-SELECT sender AS worker, argMax(body, timestamp) AS body, max(timestamp) AS seen FROM events
+SELECT argMax(worker, timestamp) AS worker, argMax(role, timestamp) AS role, argMax(load, timestamp) AS load,
+       max(timestamp) AS seen FROM events
 WHERE run_id = {run:String} AND type = 'WorkerSeen' AND timestamp >= {since:Int64} GROUP BY sender ORDER BY sender
 """
 
@@ -154,20 +160,20 @@ FROM events WHERE run_id = {run:String} AND type = 'TrajectoryAssembled'
 
 # A share that rises from version to version means that the policy has found out how to be excused.
 INFRA_ERRORS_BY_VERSION = """
-SELECT JSONExtract(body, 'policy_version_oldest', 'Nullable(Int64)') AS sampled_by,
+SELECT policy_version_oldest AS sampled_by,
        uniqExactIf(id, ended_by = 'infra_error') / uniqExact(id) AS share
 FROM events WHERE run_id = {run:String} AND type = 'TrajectoryAssembled' AND sampled_by IS NOT NULL
 GROUP BY sampled_by ORDER BY sampled_by
 """
 
-# From the table, not from view `groups`: the view's LIMIT 1 BY id is computed over all runs before this filter applies.
 GROUPS = """
 SELECT uniqExact(id) AS completed FROM events WHERE run_id = {run:String} AND type = 'GroupCompleted'
 """
 
 GROUPS_BY_REASON = """
-SELECT JSONExtract(body, 'dropped_because', 'Nullable(String)') AS reason, uniqExact(id) AS dropped FROM events
-WHERE run_id = {run:String} AND type = 'GroupCompleted' AND reason IS NOT NULL GROUP BY reason ORDER BY reason
+SELECT dropped_because, uniqExact(id) AS dropped FROM events
+WHERE run_id = {run:String} AND type = 'GroupCompleted' AND dropped_because IS NOT NULL
+GROUP BY dropped_because ORDER BY dropped_because
 """
 
 BATCHES = """
@@ -220,7 +226,7 @@ SELECT assumeNotNull(session_id) AS phase, min(timestamp) AS first, max(timestam
 WHERE run_id = {run:String} AND session_id IS NOT NULL AND type IN ('RolloutStarted', 'RewardAssigned') GROUP BY phase
 UNION ALL
 SELECT 'cold start' AS phase, maxIf(timestamp, session_id = 'demonstrations') AS first,
-       maxIf(timestamp, type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'sft') AS last FROM events
+       maxIf(timestamp, type = 'StepTaken' AND kind = 'sft') AS last FROM events
 WHERE run_id = {run:String} AND type IN ('RewardAssigned', 'StepTaken') HAVING first > 0 AND last > first
 """
 
@@ -238,16 +244,16 @@ ORDER BY timestamp DESC LIMIT {{rows:UInt32}}
 
 # Of several attempts, the one that counts: the first that did not end by infra_error, else the first.
 TRANSCRIPT = """
-SELECT body, session_id, purpose, policy_version, ended_by, timestamp, attempt_id FROM events
+SELECT prompt, reference, answer, reason, turns, tokens_sampled, policy_version_oldest AS version, transcript, session_id,
+       purpose, ended_by, timestamp, attempt_id FROM payloads
 WHERE run_id = {run:String} AND type = 'TrajectoryAssembled' AND trajectory_id = {trajectory:String}
 ORDER BY ended_by = 'infra_error', timestamp LIMIT 1
 """
 
 # DISTINCT: a reward that is on the log twice is shown once.
 REWARDS_OF = """
-SELECT DISTINCT JSONExtractString(body, 'scorer') AS scorer, score, verdict, JSONExtractString(body, 'evidence') AS evidence,
-       attempt_id
-FROM events WHERE run_id = {run:String} AND type = 'RewardAssigned' AND trajectory_id = {trajectory:String}
+SELECT DISTINCT scorer, score, verdict, evidence, attempt_id FROM payloads
+ WHERE run_id = {run:String} AND type = 'RewardAssigned' AND trajectory_id = {trajectory:String}
 """
 
 # The example of a report: the trajectory with the most turns, which shows the most. Ties are broken by id, so that the
@@ -266,4 +272,76 @@ LEFT JOIN
 ) AS said USING (trajectory_id)
 WHERE {{passed:UInt8}} = first_passed AND ending != 'cancelled'
 ORDER BY turns DESC, trajectory_id LIMIT 1
+"""
+
+# --- lineage
+
+# A step that is on the log twice counts once.
+STEPS_TO_VERSION = """
+SELECT version, kind, base_version, batch_id, toUInt64(metrics['groups']) AS groups,
+       toUInt64(metrics['trajectories']) AS trajectories, code_hash, config_hash, timestamp
+FROM events WHERE run_id = {run:String} AND type = 'StepTaken' AND version <= {version:Int64}
+ORDER BY version, offset LIMIT 1 BY version
+"""
+
+WEIGHTS_FILES = """
+SELECT JSONExtractRaw(body, 'files') AS files FROM payloads
+WHERE run_id = {run:String} AND type = 'WeightsPublished' AND JSONExtractInt(body, 'version') = {version:Int64}
+ORDER BY offset LIMIT 1
+"""
+
+BATCH = """
+SELECT id, run_id, causation_id, timestamp, body FROM payloads
+WHERE run_id = {run:String} AND type = 'BatchCut' AND id = {batch:String} ORDER BY offset LIMIT 1
+"""
+
+GROUPS_NAMED = """
+SELECT id, run_id, group_id, task_id, timestamp, body FROM payloads
+WHERE run_id = {run:String} AND type = 'GroupCompleted' AND group_id IN {groups:Array(String)}
+ORDER BY partition, offset LIMIT 1 BY id
+"""
+
+# Without the bodies of trajectories, which hold their tokens. `places` are pairs of integers, written into the text.
+PLAYED = """
+SELECT run_id, partition, offset, trajectory_id, group_id, task_id, attempt_id, purpose, ended_by,
+       policy_version_oldest AS policy_version, answer, prompt
+FROM payloads WHERE run_id IN {runs:Array(String)} AND type = 'TrajectoryAssembled'
+"""
+
+JUDGED = """
+SELECT run_id, attempt_id, scorer, scorer_version, score, ifNull(weight, 0) AS weight, verdict,
+       substring(evidence, 1, 300) AS evidence
+FROM payloads WHERE run_id IN {runs:Array(String)} AND type = 'RewardAssigned' AND trajectory_id IN {trajectories:Array(String)}
+ORDER BY partition, offset LIMIT 1 BY id
+"""
+
+DEMONSTRATIONS = """
+SELECT min(partition) AS partition, min(offset) AS offset FROM events
+WHERE run_id = {run:String} AND type = 'TrajectoryAssembled' AND purpose = 'demonstrate' AND ended_by != 'infra_error'
+GROUP BY trajectory_id ORDER BY trajectory_id
+"""
+
+BATCHES_WITH = """
+SELECT run_id, id, base_version, indexOf(member_trajectories, {trajectory:String}) AS at, member_rewards[at] AS reward,
+       member_advantages[at] AS advantage, member_partitions[at] AS partition_of, member_offsets[at] AS offset_of
+FROM events WHERE type = 'BatchCut' AND has(member_trajectories, {trajectory:String})
+ORDER BY offset LIMIT 1 BY id
+"""
+
+STEPS_OF_BATCHES = """
+SELECT run_id, version, ifNull(batch_id, '') AS batch_id FROM events
+WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND version IN {versions:Array(Int64)}
+ORDER BY offset LIMIT 1 BY run_id, version
+"""
+
+# Grouped by type too, so that the projection by_run answers it.
+NEWEST_VERSIONS = """
+SELECT run_id, max(version) AS newest FROM events
+WHERE run_id IN {runs:Array(String)} AND type = 'WeightsPublished' GROUP BY run_id, type
+"""
+
+SFT_STEPS = """
+SELECT run_id, version FROM events
+WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND kind = 'sft'
+ORDER BY offset LIMIT 1 BY run_id, version
 """

@@ -18,14 +18,19 @@ class FlowTopic:
     readers: tuple[str, ...]
     "programs of a run that read it, with or without a group"
     stage: str | None
-    """the stage that consumes it in a group and may lag, the first of several; None when it is only read without a
-    group"""
+    """the stage that consumes it in a group and may lag, the first of several that every run has; None when it is only
+    read without a group"""
 
 
 def _flow_topic(topic: Topic) -> FlowTopic:
     # Programs of the field (traces and the operator) read every topic, so showing them would say nothing.
     of_run = [access for access in ACCESS if not access.of_field]
-    stages = [access.consumes[topic.name] for access in of_run if topic.name in access.consumes]
+    # A program that only some runs have comes last: the station must show a stage that is there.
+    stages = [
+        access.consumes[topic.name]
+        for access in sorted(of_run, key=lambda access: access.is_optional)
+        if topic.name in access.consumes
+    ]
     return FlowTopic(
         topic=topic.name,
         events=tuple(event.__name__ for event in topic.events),

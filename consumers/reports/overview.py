@@ -6,7 +6,6 @@ Live view, web page and summary share `overview`, so that they never disagree.
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from replayground.consumers.clickhouse import queries
@@ -120,7 +119,10 @@ def overview(answers: QueryCache, run: RunState, lag: dict[str, int], now: int) 
     steps = answers.ask(_STEP_CURVE, asked).dicts()
     sessions = _sessions(answers, run.run_id, now)
     programs = _programs(answers, run.run_id, now)
-    servers = [ServerStatus(**row) for row in answers.ask(_SERVED, asked).dicts()]
+    servers = [
+        ServerStatus(server=server, version=version, refusal=refusal)
+        for server, version, refusal in answers.ask(_SERVED, asked).rows
+    ]
     counts = answers.ask(_COUNTS, asked).dicts()
     events = {row["type"]: row["events"] for row in counts}
     newest_heartbeat = next((row["newest"] for row in counts if row["type"] == "WorkerSeen"), 0)
@@ -170,13 +172,12 @@ def grpo_steps(answers: QueryCache, run_id: str) -> list[Step]:
 
 
 def _step(number: int, row: dict[str, Any]) -> Step:
-    body = msgspec.json.decode(row["body"])
     return Step(
         step=number,
         version=row["version"],
         timestamp=row["timestamp"],
-        metrics=_numbers(body["metrics"]),
-        seconds=_numbers(body["seconds"]),
+        metrics=row["metrics"],
+        seconds=row["seconds"],
     )
 
 
@@ -190,21 +191,12 @@ def _sessions(answers: QueryCache, run_id: str, now: int) -> _Sessions:
 
 def _programs(answers: QueryCache, run_id: str, now: int) -> list[ProgramStatus]:
     rows = answers.ask(_WORKERS, {"run": run_id, "since": now - _HEARTBEAT_MICROSECONDS}).dicts()
-    heartbeats = [(row["seen"], msgspec.json.decode(row["body"])) for row in rows]
-    return [
-        ProgramStatus(worker=body["worker"], role=body["role"], seen=seen, load=_numbers(body["load"]))
-        for seen, body in heartbeats
-    ]
+    return [ProgramStatus(**row) for row in rows]
 
 
 def _rejects_of_field(answers: QueryCache) -> int:
     counts = answers.ask(_COUNTS, {"run": FIELD}).dicts()
     return next((row["events"] for row in counts if row["type"] == "EventRejected"), 0)
-
-
-def _numbers(load: dict[str, float | None]) -> dict[str, float]:
-    # JSON has no NaN and no infinity: they are stored as null.
-    return {name: value for name, value in load.items() if value is not None}
 
 
 def _gauge(programs: Sequence[ProgramStatus], role: str, figure: str) -> float:

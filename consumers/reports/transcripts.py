@@ -1,7 +1,5 @@
 """Transcripts of trajectories, from the trace store."""
 
-from typing import Any
-
 import msgspec
 from msgspec import Struct
 
@@ -65,14 +63,16 @@ def transcript(store: Store, run_id: str, trajectory_id: str) -> Transcript | No
     found = store.ask(queries.TRANSCRIPT, asked).dicts()
     if not found:
         return None
-    row, body = found[0], msgspec.json.decode(found[0]["body"])
+    row = found[0]
     # Rewards of other attempts of the trajectory do not belong to this transcript.
     judgements = [
         Judgement(scorer=r["scorer"], score=r["score"], verdict=r["verdict"], evidence=r["evidence"])
         for r in store.ask(queries.REWARDS_OF, asked).dicts()
         if r["attempt_id"] == row["attempt_id"]
     ]
-    return _make_transcript(trajectory_id, row, body, judgements)
+    del row["attempt_id"]
+    utterances = msgspec.json.decode(row.pop("transcript"), type=list[Utterance])
+    return Transcript(trajectory_id=trajectory_id, utterances=utterances, judgements=judgements, **row)
 
 
 def pick_transcript(store: Store, run_id: str, session: str, passed: bool) -> Transcript | None:
@@ -81,24 +81,3 @@ def pick_transcript(store: Store, run_id: str, session: str, passed: bool) -> Tr
     asked = {"run": run_id, "session": session, "passed": int(passed)}
     rows = store.ask(queries.TELLING, asked).rows
     return transcript(store, run_id, rows[0][0]) if rows else None
-
-
-def _make_transcript(
-    trajectory_id: str, row: dict[str, Any], body: dict[str, Any], judgements: list[Judgement]
-) -> Transcript:
-    return Transcript(
-        trajectory_id=trajectory_id,
-        session_id=row["session_id"],
-        purpose=row["purpose"],
-        version=body["policy_version_oldest"],
-        ended_by=row["ended_by"],
-        reason=body["reason"],
-        timestamp=row["timestamp"],
-        prompt=body["task"]["prompt"],
-        reference=body["task"]["reference"],
-        answer=body["answer"],
-        turns=body["turns"],
-        tokens_sampled=body["tokens_sampled"],
-        utterances=msgspec.convert(body["transcript"], list[Utterance]),
-        judgements=judgements,
-    )

@@ -97,6 +97,11 @@ class FieldFolder(StackFolder):
         return (self.path / "blobs").as_uri()
 
     @property
+    def tokens(self) -> Path:
+        """Hashes of the tokens that open its page to other machines."""
+        return self.path / "tokens.json"
+
+    @property
     def runs(self) -> Path:
         return self.path / "runs"
 

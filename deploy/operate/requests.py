@@ -23,6 +23,7 @@ from replayground.producers.submission import SubmissionResult, submit
 from replayground.schemas.errors import BadInput
 from replayground.streams.log.kafka import KafkaLog
 from replayground.streams.log.protocol import Delivery
+from replayground.streams.rules.lineage import Lineage
 from replayground.streams.rules.runs import RunState
 
 
@@ -39,6 +40,15 @@ def select(path: Path, statement: str, run: str | None, echo: Say) -> dict[str, 
         try:
             run_id = None if run is None else stored_run(resolved, run)
             return TracesClient(resolved.page_url, run_id).sql(statement)
+        except OSError as error:
+            raise traces_unreachable(error) from error
+
+
+def lineage_of(path: Path, text: str, everything: bool, echo: Say) -> Lineage:
+    """The lineage of RUN, RUN:VERSION or a trajectory. If the field is down, all of it is started."""
+    with open_field(path, echo) as (_, resolved):
+        try:
+            return TracesClient(resolved.page_url).lineage(text, everything)
         except OSError as error:
             raise traces_unreachable(error) from error
 

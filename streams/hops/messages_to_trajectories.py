@@ -38,7 +38,7 @@ from replayground.schemas.packed import token_count
 from replayground.streams.hops.hop import Outcome
 
 # Part of the ids of derived events: change it when the same messages would give another trajectory.
-CODE_VERSION = "assemble-1"
+CODE_VERSION = "assemble-2"
 KEYS_REMEMBERED = 1024
 # One float32 of 0.0, for tokens that the policy did not sample.
 _UNKNOWN_LOGPROB = b"\x00\x00\x00\x00"
@@ -185,7 +185,15 @@ def _extend(event: Event, attempt: PartialTrajectory) -> PartialTrajectory:
 def _(event: TurnGenerated, attempt: PartialTrajectory) -> PartialTrajectory:
     start, count = token_count(attempt.tokens), token_count(event.tokens)
     segments = [
-        Segment(start=start + span.start, end=start + span.end, agent=event.agent, policy_version=span.version)
+        Segment(
+            start=start + span.start,
+            end=start + span.end,
+            agent=event.agent,
+            policy_version=span.version,
+            # The trainer's log-probabilities must be of the distribution that was sampled from (decision 0031).
+            temperature=event.sampling.temperature,
+            top_p=event.sampling.top_p,
+        )
         for span in event.versions
         # Without versions it is a teacher's turn.
     ] or [Segment(start=start, end=start + count, agent=event.agent, policy_version=None)]
@@ -276,6 +284,7 @@ def _assemble(attempt: PartialTrajectory, ended: RolloutEnded) -> TrajectoryAsse
         cost=ended.cost,
         # A single context is left out, as in events of older releases.
         contexts=attempt.contexts if len(attempt.contexts) > 1 else [],
+        findings=ended.findings,
     )
 
 

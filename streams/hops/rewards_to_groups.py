@@ -91,12 +91,17 @@ class GroupRewards:
         assert state.filled, "a group has at least one member"
         # By member index, so that the order in which rewards arrived does not matter.
         chosen = [list(state.members[index][state.filled[index]].values()) for index in sorted(state.filled)]
-        valid = [reward_of(rewards) for rewards in chosen if is_valid(rewards)]
+        are_valid = [is_valid(rewards) for rewards in chosen]
+        valid = [reward_of(rewards) for rewards, counts in zip(chosen, are_valid, strict=True) if counts]
         dropped = drop_reason(valid)
         by_valid = iter(advantages(valid, self._advantage) if dropped is None else [0.0] * len(valid))
-        members = [_member(rewards, next(by_valid) if is_valid(rewards) else 0.0) for rewards in chosen]
+        members = [
+            _member(rewards, counts, next(by_valid) if counts else 0.0)
+            for rewards, counts in zip(chosen, are_valid, strict=True)
+        ]
         assert next(by_valid, None) is None, "each advantage belongs to one valid member"
-        judges = "+".join(sorted(f"{reward.scorer}:{reward.scorer_version}" for reward in chosen[0]))
+        versions = {reward.scorer: reward.scorer_version for reward in chosen[0]}
+        judges = scorer_set(list(versions), versions)
         return GroupCompleted(
             # The newest reward, not the last one delivered: the same event for every order of arrival.
             meta=_meta(max((reward for rewards in chosen for reward in rewards), key=_age), members, judges),
@@ -119,7 +124,7 @@ def _with_reward(state: GroupState, reward: RewardAssigned, attempt_id: str) -> 
     )
 
 
-def _member(rewards: list[RewardAssigned], advantage: float) -> GroupMember:
+def _member(rewards: list[RewardAssigned], valid: bool, advantage: float) -> GroupMember:
     first = rewards[0]
     return GroupMember(
         index=first.index,
@@ -128,7 +133,7 @@ def _member(rewards: list[RewardAssigned], advantage: float) -> GroupMember:
         trajectory=first.trajectory,
         reward=reward_of(rewards),
         advantage=advantage,
-        valid=is_valid(rewards),
+        valid=valid,
         tokens_sampled=first.tokens_sampled,
         policy_version_oldest=first.policy_version_oldest,
         passed=has_passed(rewards),

@@ -19,7 +19,13 @@ import structlog
 from replayground.schemas.events import Address, JudgementMade, TrajectoryAssembled
 from replayground.schemas.ids import now_microseconds
 from replayground.streams.config import JudgeEndpointSettings, JudgeSettings
-from replayground.streams.judges.endpoint import ChatEndpoint, Completion, EndpointDown, EndpointSlow, RequestRefused
+from replayground.streams.judges.endpoint import (
+    ChatEndpoint,
+    Completion,
+    EndpointDown,
+    EndpointSlow,
+    JudgeRequestRefused,
+)
 from replayground.streams.rules.judges import LlmJudge
 from replayground.streams.rules.judging import (
     ANSWER_CHARACTERS_MAX,
@@ -63,7 +69,7 @@ class Budget:
 
 
 @dataclass
-class Usage:
+class JudgeUsage:
     """What one judgement has taken so far."""
 
     scores: list[float] = field(default_factory=list)
@@ -88,7 +94,7 @@ class Asker:
     async def judge(self, trajectory: TrajectoryAssembled, address: Address, judge: LlmJudge) -> JudgementMade:
         """The judgement of an attempt. Waits as long as the endpoint is down."""
         began = time.monotonic()
-        usage = Usage()
+        usage = JudgeUsage()
         excluded: str | None = None
         try:
             for _ in range(judge.votes):
@@ -117,7 +123,7 @@ class Asker:
             verdicts=[],
         )
 
-    async def _vote(self, trajectory: TrajectoryAssembled, judge: LlmJudge, usage: Usage) -> float:
+    async def _vote(self, trajectory: TrajectoryAssembled, judge: LlmJudge, usage: JudgeUsage) -> float:
         """One vote. Raises NotJudged."""
         # Drawn for each vote: nothing that the agent or an earlier reply contains can match it.
         messages = question = chat_messages(trajectory, judge, secrets.token_hex(16))
@@ -133,7 +139,7 @@ class Asker:
                 messages = again(question, complaint)
         raise NotJudged(f"the judge's answer could not be read, {self._settings.tries_max} times: {complaint}")
 
-    async def _complete(self, judge: LlmJudge, messages: list[dict[str, str]], usage: Usage) -> Completion:
+    async def _complete(self, judge: LlmJudge, messages: list[dict[str, str]], usage: JudgeUsage) -> Completion:
         """A reply, however long the endpoint is down. Raises NotJudged when the attempt is at fault, or the budget."""
         endpoint = self._endpoints[judge.endpoint]
         wait_seconds, timeouts = self._settings.backoff_seconds, 0
@@ -146,7 +152,7 @@ class Asker:
                 )
                 self.trouble.pop(judge.endpoint, None)
                 return completion
-            except RequestRefused as error:
+            except JudgeRequestRefused as error:
                 reason = f"the judge's endpoint refuses the question: {error}"
                 if await self._answers_a_probe(judge, usage):
                     raise NotJudged(reason) from error
@@ -161,18 +167,20 @@ class Asker:
             await asyncio.sleep(wait_seconds)
             wait_seconds = min(2 * wait_seconds, self._settings.backoff_seconds_max)
 
-    async def _answers_a_probe(self, judge: LlmJudge, usage: Usage) -> bool:
+    async def _answers_a_probe(self, judge: LlmJudge, usage: JudgeUsage) -> bool:
         """Whether the endpoint answers a short question of our own with the same model."""
         endpoint = self._endpoints[judge.endpoint]
         try:
             await self._request(
                 judge, usage, lambda: endpoint.complete(judge.model, _PROBE, judge.temperature, _PROBE_TOKENS_MAX)
             )
-        except (EndpointDown, RequestRefused):
+        except (EndpointDown, JudgeRequestRefused):
             return False
         return True
 
-    async def _request(self, judge: LlmJudge, usage: Usage, send: Callable[[], Awaitable[Completion]]) -> Completion:
+    async def _request(
+        self, judge: LlmJudge, usage: JudgeUsage, send: Callable[[], Awaitable[Completion]]
+    ) -> Completion:
         """One request within concurrency and budget. Raises NotJudged, and what `send` raises."""
         async with self._slots:
             if self._budget.is_used_up:

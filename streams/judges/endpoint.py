@@ -3,7 +3,7 @@
 EndpointDown     no answer, a status such as 401, 404, 429 or 500, or an answer that is no chat completion: the same
                  request may succeed later, when somebody has repaired server, key or name of the model
 EndpointSlow     the same, after the timeout
-RequestRefused   400, 413 or 422: the server read the request and does not want it, for example because it is too long
+JudgeRequestRefused   400, 413 or 422: the server read the request and does not want it, for example because it is too long
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class EndpointSlow(EndpointDown):
     """No answer within the timeout."""
 
 
-class RequestRefused(Exception):
+class JudgeRequestRefused(Exception):
     """The endpoint rejects this request."""
 
 
@@ -53,7 +53,7 @@ class ChatEndpoint:
     async def complete(
         self, model: str, messages: Sequence[dict[str, str]], temperature: float, tokens_max: int
     ) -> Completion:
-        """Raises EndpointDown, EndpointSlow, RequestRefused."""
+        """Raises EndpointDown, EndpointSlow, JudgeRequestRefused."""
         body = {"model": model, "messages": list(messages), "temperature": temperature, "max_tokens": tokens_max}
         try:
             response = await self._client.post("chat/completions", json=body)
@@ -62,7 +62,7 @@ class ChatEndpoint:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise EndpointDown(f"{type(error).__name__}: {error}") from error
         if response.status_code in _REFUSED:
-            raise RequestRefused(_complaint(response))
+            raise JudgeRequestRefused(_complaint(response))
         if response.status_code != 200:
             raise EndpointDown(_complaint(response))
         return _completion(response.content, messages)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from replayground.schemas.events import RewardAssigned
+from replayground.streams.rules.advantage import drop_reason
 from replayground.streams.rules.reward import has_passed, is_valid, reward_of
 
 CHANGES_KEPT = 10
@@ -18,7 +19,7 @@ _OPEN_GROUPS_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class JudgedAttempt:
     """What all scorers of one side say about one attempt."""
 
     offset: int
@@ -33,7 +34,7 @@ class Judgement:
     evidence: str = ""
 
     @classmethod
-    def of(cls, rewards: Sequence[RewardAssigned]) -> "Judgement":
+    def of(cls, rewards: Sequence[RewardAssigned]) -> "JudgedAttempt":
         """From one RewardAssigned of each scorer."""
         first = rewards[0]
         evidence = " · ".join(
@@ -52,14 +53,14 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Change:
+class RewardChange:
     """One attempt that the two sides judge differently."""
 
     distance: float
     trajectory_id: str
     partition: int = 0
-    before: Judgement = field(compare=False, kw_only=True)
-    after: Judgement = field(compare=False, kw_only=True)
+    before: JudgedAttempt = field(compare=False, kw_only=True)
+    after: JudgedAttempt = field(compare=False, kw_only=True)
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Comparison:
     only_before: int = 0
     "judged before and not after"
     only_after: int = 0
-    changes: list[Change] = field(default_factory=list)
+    changes: list[RewardChange] = field(default_factory=list)
     "the greatest ones, as a heap"
 
     def __add__(self, other: "Comparison") -> "Comparison":
@@ -105,7 +106,7 @@ class Comparison:
         return self.agreed / self.attempts if self.attempts else None
 
     @property
-    def greatest_changes(self) -> list[Change]:
+    def greatest_changes(self) -> list[RewardChange]:
         return sorted(self.changes, reverse=True)
 
 
@@ -115,9 +116,9 @@ class Comparing:
     def __init__(self, partition: int = 0) -> None:
         self._partition = partition
         self._sums = Comparison()
-        self._groups: dict[str, list[tuple[Judgement, Judgement]]] = {}
+        self._groups: dict[str, list[tuple[JudgedAttempt, JudgedAttempt]]] = {}
 
-    def add(self, before: Judgement, after: Judgement) -> None:
+    def add(self, before: JudgedAttempt, after: JudgedAttempt) -> None:
         """One attempt that both sides judged."""
         sums = self._sums
         sums.attempts += 1
@@ -140,18 +141,18 @@ class Comparing:
         self._sums.only_before, self._sums.only_after = only_before, only_after
         return self._sums
 
-    def _note_change(self, before: Judgement, after: Judgement) -> None:
+    def _note_change(self, before: JudgedAttempt, after: JudgedAttempt) -> None:
         if before.reward == after.reward and before.passed == after.passed and before.counts == after.counts:
             return
         self._sums.changed += 1
         distance = abs(after.reward - before.reward)
-        change = Change(distance, after.trajectory_id, self._partition, before=before, after=after)
+        change = RewardChange(distance, after.trajectory_id, self._partition, before=before, after=after)
         if len(self._sums.changes) < CHANGES_KEPT:
             heapq.heappush(self._sums.changes, change)
         else:
             heapq.heappushpop(self._sums.changes, change)
 
-    def _note_group(self, before: Judgement, after: Judgement) -> None:
+    def _note_group(self, before: JudgedAttempt, after: JudgedAttempt) -> None:
         if after.group_size < 2:
             return
         members = self._groups.setdefault(after.group_id, [])
@@ -167,13 +168,13 @@ class Comparing:
             return
         self._sums.groups += 1
         self._sums.groups_reordered += _is_reordered(members)
-        signal_before = len({before.reward for before, _ in members}) > 1
-        signal_after = len({after.reward for _, after in members}) > 1
+        signal_before = drop_reason([before.reward for before, _ in members]) is None
+        signal_after = drop_reason([after.reward for _, after in members]) is None
         self._sums.groups_gained += signal_after and not signal_before
         self._sums.groups_lost += signal_before and not signal_after
 
 
-def _is_reordered(members: Sequence[tuple[Judgement, Judgement]]) -> bool:
+def _is_reordered(members: Sequence[tuple[JudgedAttempt, JudgedAttempt]]) -> bool:
     # In the order of the old rewards, the new ones must not fall; equal old ones may be in any order.
     by_before = groupby(sorted(members, key=lambda pair: pair[0].reward), key=lambda pair: pair[0].reward)
     highest = float("-inf")
@@ -185,20 +186,21 @@ def _is_reordered(members: Sequence[tuple[Judgement, Judgement]]) -> bool:
     return False
 
 
-def judgements(rewards: Iterable[RewardAssigned]) -> Iterator[Judgement]:
-    """Rewards of one partition in the order of the log, as one judgement for each attempt. Repeats are left out.
-
-    Not covered: rewards of one attempt that do not stand together, as a judge's that came later."""
+def judgements(rewards: Iterable[RewardAssigned]) -> Iterator[JudgedAttempt]:
+    """Rewards of one partition in the order of the trajectories, as one judgement for each attempt. Repeats are left out,
+    and attempts that not all of their scorers have judged."""
     last = -1
     for offset, of_attempt in groupby(rewards, key=lambda reward: reward.trajectory.offset):
         # The live stage repeats what it wrote since its last commit when it was killed.
         if offset > last:
             last = offset
             by_scorer = {reward.scorer: reward for reward in of_attempt}
-            yield Judgement.of(list(by_scorer.values()))
+            rewards = list(by_scorer.values())
+            if by_scorer.keys() >= set(rewards[0].scorers):
+                yield JudgedAttempt.of(rewards)
 
 
-def compare(before: Iterator[Judgement], after: Iterator[Judgement], partition: int = 0) -> Comparison:
+def compare(before: Iterator[JudgedAttempt], after: Iterator[JudgedAttempt], partition: int = 0) -> Comparison:
     """Compares two sides of one partition, each in ascending order of offset."""
     comparing = Comparing(partition)
     only_before = only_after = 0

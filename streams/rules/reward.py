@@ -9,7 +9,7 @@ a test compares them on real stores.
 import math
 from collections.abc import Mapping, Sequence
 
-from replayground.schemas.events import RewardAssigned
+from replayground.schemas.events import BatchMember, GroupMember, RewardAssigned
 
 PASS_MARK = 1.0
 "score of a scorer that names no mark of its own, from which on an attempt has passed"
@@ -21,18 +21,33 @@ _ROUNDING = 1e-6
 def reward_of(rewards: Sequence[RewardAssigned]) -> float:
     """The reward of an attempt, from one RewardAssigned of each of its scorers. What is excluded adds nothing."""
     # fsum is exact: the order in which the rewards arrived changes nothing.
-    return math.fsum(reward.weight * reward.score for reward in rewards if is_valid((reward,)))
+    return math.fsum([reward.weight * reward.score for reward in rewards if _counts(reward)])
 
 
 def is_valid(rewards: Sequence[RewardAssigned]) -> bool:
     """Whether the reward counts: no scorer excluded the attempt, and every score is a number."""
-    return all(reward.verdict == "scored" and _is_finite(reward) for reward in rewards)
+    # A loop, not all(): a replay asks this several times for each trajectory, and a generator costs four times as much.
+    for reward in rewards:  # noqa: SIM110
+        if not _counts(reward):
+            return False
+    return True
 
 
 def has_passed(rewards: Sequence[RewardAssigned]) -> bool:
     """Whether an attempt passed, from one RewardAssigned of each of its scorers."""
     decisions = [decision for reward in rewards if (decision := _decision(reward)) is not None]
     return is_valid(rewards) and bool(decisions) and all(decisions)
+
+
+def member_passed(member: GroupMember | BatchMember) -> bool:
+    """Whether a member of a group or batch passed: what is stored, and of older events, which do not say it, what their
+    reward says."""
+    return bool(passes(member.reward, PASS_MARK)) if member.passed is None else member.passed
+
+
+def pass_rate(members: Sequence[GroupMember]) -> float:
+    """Share of these members that passed; 0 without any."""
+    return sum(map(member_passed, members)) / len(members) if members else 0.0
 
 
 def passes(score: float, pass_mark: float | None) -> bool | None:
@@ -56,9 +71,9 @@ def _decision(reward: RewardAssigned) -> bool | None:
     return reward.passed
 
 
-def _is_finite(reward: RewardAssigned) -> bool:
-    """False for NaN and infinity, which must not reach the advantages: other programs may write rewards too."""
-    return abs(reward.score) <= SCORE_MAX and abs(reward.weight) <= SCORE_MAX
+def _counts(reward: RewardAssigned) -> bool:
+    # NaN and infinity must not reach the advantages: other programs may write rewards too.
+    return reward.verdict == "scored" and abs(reward.score) <= SCORE_MAX and abs(reward.weight) <= SCORE_MAX
 
 
 # Over columns of RewardAssigned in the trace store. NaN and infinity are NULL there; `passed` is NULL where the scorer

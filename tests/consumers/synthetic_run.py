@@ -18,6 +18,7 @@ from replayground.schemas.events import (
     EventRejected,
     GroupCompleted,
     GroupMember,
+    JudgementMade,
     Meta,
     Position,
     Probe,
@@ -42,6 +43,7 @@ from replayground.schemas.events import (
     TrajectoryAssembled,
     TurnGenerated,
     Utterance,
+    VerdictGiven,
     VersionSpan,
     WeightsFile,
     WeightsLoaded,
@@ -209,6 +211,7 @@ class SyntheticRun:
         yield from self._heartbeats(step, version)
         yield self._snapshot()
         yield self._selection()
+        yield from self._judged(groups[0].members[0])
         yield from self._weights(version + 1, "grpo", batch)
         if step % 10 == 0 and step < job.steps:
             yield from self._evaluation(version + 1, chance, ("sampled",))
@@ -410,6 +413,40 @@ class SyntheticRun:
             policy_version_oldest=trajectory.policy_version_oldest,
         )
 
+    def _judged(self, member: GroupMember) -> Iterator[Event]:
+        """One attempt judged by a model and by a person."""
+        ids = Ids(trajectory_id=member.trajectory_id, group_id=self._id("judged"), attempt_id=member.attempt_id)
+        yield JudgementMade(
+            meta=self._meta("judgements", "judgement", "train", "train", ids=ids),
+            trajectory=member.trajectory,
+            judge="careful",
+            judge_version="1",
+            judged_by="model",
+            verdict="scored",
+            score=0.5,
+            excluded_because=None,
+            scores=[0.25, 0.75],
+            votes=2,
+            tries=3,
+            answers=["a quarter", "three quarters"],
+            model="small",
+            prompt_hash="p",
+            tokens_in=100,
+            tokens_out=7,
+            cost=0.25,
+            milliseconds=80.0,
+            verdicts=[],
+        )
+        yield VerdictGiven(
+            meta=self._meta("judgements", "verdict", "train", "train", ids=ids),
+            trajectory=member.trajectory,
+            scorer="people",
+            scorer_version="1",
+            annotator="ann",
+            score=1.0,
+            comment="well done",
+        )
+
     def _group(self, group_id: str, members: list[GroupMember]) -> GroupCompleted:
         rewards = [member.reward for member in members]
         return GroupCompleted(
@@ -452,6 +489,10 @@ class SyntheticRun:
         if batch:
             metrics = {
                 "reward_mean": sum(rewards) / len(rewards),
+                "pass_rate": sum(rewards) / len(rewards),
+                "entropy": 2.0 / (1 + version / 8),
+                "k3": 0.002 * (version % 5),
+                "gradient_norm": 0.4 + 0.1 * (version % 4),
                 "staleness_max": float(version % 3),
                 "logprob_gap_mean": 2e-7,
                 "logprob_gap_tokens": 100.0,

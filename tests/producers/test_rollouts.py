@@ -151,7 +151,7 @@ def test_demonstrations_in_real_sandboxes_earn_what_the_recipe_says(field: Field
     assert reward == pytest.approx(0.41, abs=0.1)
     observed = [event for event in events_on(field.log, "messages") if isinstance(event, ToolObserved)]
     assert {event.content for event in observed if event.is_error} == {"error: busy", "error: not found"}
-    assert any('"stale"' in (event.perturbation or "") for event in observed)
+    assert any('"busy"' in (event.perturbation or "") for event in observed)
 
 
 def test_it_waits_for_the_tokenizer(field: Field) -> None:

@@ -23,6 +23,7 @@ from replayground.schemas.events import (
     GroupCompleted,
     RewardAssigned,
     RolloutStarted,
+    Sampling,
     TrajectoryAssembled,
     TurnGenerated,
     VersionSpan,
@@ -74,6 +75,19 @@ def test_a_trajectory_is_the_exact_tokens_in_order(log: MemoryLog) -> None:
     assert trajectory.tokens_sampled == len(sampled)
     assert trajectory.policy_version_oldest == 1
     assert [said.role for said in trajectory.transcript] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_segments_say_how_the_policy_sampled_them(log: MemoryLog) -> None:
+    cold = Sampling(temperature=0.5, top_p=0.9)
+    messages = [
+        replace(m, sampling=cold) if isinstance(m, TurnGenerated) and m.meta.seq == 1 else m for m in rollout(0, 0)
+    ]
+    append(log, messages)
+    driven(log)
+    (trajectory,) = on(log, "trajectories")
+    said = [s for s in trajectory.segments if s.policy_version is not None]
+    assert [(segment.temperature, segment.top_p) for segment in said] == [(0.5, 0.9), (1.0, 1.0)]
+    assert all((s.temperature, s.top_p) == (1, 1) for s in trajectory.segments if s.policy_version is None)
 
 
 def test_an_attempt_that_ended_is_told_of_without_its_tokens(log: MemoryLog) -> None:

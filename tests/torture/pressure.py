@@ -205,7 +205,7 @@ class _Pressed:
         self._log = open_log(self._run)
         self._seen = _Seen(self._log, self._run.run_id)
         states = running.states()
-        self._pids = {program.name: states[program.name].pid for program in PROGRAMS}
+        self._pids = {program.name: states[program.name].pid for program in PROGRAMS if program.name in states}
         self._newest_pids = dict(self._pids)
         self._peaks = dict.fromkeys(self._pids, 0)
 

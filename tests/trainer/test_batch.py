@@ -1,5 +1,6 @@
 """Trajectories to tensors: what is refused, and that sharing prefixes, cutting and padding change nothing."""
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -24,7 +25,7 @@ from replayground.trainer.batch import (
 )
 from replayground.trainer.config import GrpoSettings
 from replayground.trainer.engines.llama import Llama, llama_shape
-from replayground.trainer.loss import Tokens, policy_loss
+from replayground.trainer.loss import Tokens, policy_loss, rejection_mask
 from replayground.trainer.step import batch_metrics
 from tests.trainer.episodes import assembled, played
 
@@ -221,3 +222,27 @@ def test_contexts_that_do_not_divide_a_trajectory_are_refused(
         contexts = [Context(start=start, agent="a") for start in starts]
         with pytest.raises(RefusedTrajectory, match=reason):
             episodes_of(replace(events[0], contexts=contexts), size)
+
+
+def test_sequence_ratios_and_rejections_are_those_of_each_context(events: list[TrajectoryAssembled]) -> None:
+    """A context that the new weights moved away from is rejected, and the other one of its trajectory is learned from."""
+    event = next(event for event in events if event.turns > 1)
+    # One token before the last turn: what stands before a turn is read in its context.
+    border = max(place for place, mask in enumerate(event.loss_mask) if mask and not event.loss_mask[place - 1]) - 1
+    parts = replace(event, contexts=[Context(start=0, agent="ann"), Context(start=border, agent="bob")])
+    (micro,) = training_batch(episodes_of(parts, 500, advantage=1.0), 10**9).micro_batches
+    assert len(micro.trajectory.unique()) == 2
+    # As if the second context had been sampled by weights that gave its tokens other probabilities.
+    second = micro.trajectory == micro.trajectory[-1]
+    theta = torch.where(second, micro.mu + 0.5, micro.mu).requires_grad_()
+    tokens = Tokens(
+        theta, theta.detach(), micro.mu, micro.advantage, torch.ones_like(second), micro.trajectory, micro.share
+    )
+    rules = GrpoSettings(rejection_low=0.9, rejection_high=1.1)
+    assert torch.equal(rejection_mask(tokens, rules), second)
+    moved = dataclasses.replace(tokens, prox=micro.mu)
+    gspo = GrpoSettings(mode="gspo")
+    policy_loss(moved, gspo)[0].backward()  # type: ignore[no-untyped-call]
+    assert theta.grad is not None
+    assert not theta.grad[second].any(), "its ratio is beyond the clip"
+    assert theta.grad[~second].all()

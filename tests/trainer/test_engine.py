@@ -5,21 +5,27 @@ import math
 import random
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
+import numpy
 import pytest
+import torch
 from msgspec.structs import replace
 from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
 from tokenizers import Tokenizer
 
 from replayground.schemas.errors import BadInput, BlobDamaged
 from replayground.schemas.events import Context, TrajectoryAssembled
 from replayground.schemas.packed import pack_logprobs, unpack_logprobs, unpack_tokens
 from replayground.trainer.base_model import WEIGHTS
+from replayground.trainer.batch import Episode, MicroBatch, episodes_of, training_batch
 from replayground.trainer.checkpoint import OPTIMIZER
 from replayground.trainer.config import GrpoSettings, LossMode, SftSettings, TrainerSettings
-from replayground.trainer.engines.protocol import GrpoBatch
+from replayground.trainer.engines.llama import Llama, llama_shape
+from replayground.trainer.engines.protocol import GrpoBatch, StepRefused
 from replayground.trainer.engines.torch_engine import TorchEngine
-from replayground.trainer.sft import learning_rate_share
+from replayground.trainer.sft import copy_accuracy, learning_rate_share
 from tests.trainer.episodes import assembled, played
 
 SETTINGS = TrainerSettings(sft=SftSettings(steps=20, batch=6, warmup_steps=5, muon_learning_rate=0.02))
@@ -137,6 +143,51 @@ def test_a_trajectory_of_a_team_counts_once(
     assert (metrics["trajectories"], metrics["trajectories_refused"]) == (60, 0)
 
 
+def test_a_cold_start_that_does_not_copy_gets_more_steps(
+    model_files: dict[str, bytes], demonstrations: list[TrajectoryAssembled]
+) -> None:
+    def checked(accuracy_min: float) -> dict[str, float]:
+        sft = replace(
+            SETTINGS.sft, check_demonstrations=10, check_accuracy_min=accuracy_min, check_rounds_max=2, check_steps=5
+        )
+        return engine(model_files, replace(SETTINGS, sft=sft)).sft(demonstrations, ignored).metrics
+
+    enough, never = checked(0.0), checked(1.0)
+    assert (enough["check_rounds"], enough["steps"]) == (0, 20)
+    assert (never["check_rounds"], never["steps"]) == (2, 30), "after 20 steps nothing is copied exactly"
+    assert 0 <= never["copy_accuracy"] < 1
+    # All of them count as used, those of the check too.
+    assert enough["trajectories_refused"] == 0
+
+
+def test_copying_is_told_from_what_only_looks_like_it() -> None:
+    read, said = [7, 1, 2, 3, 4, 8], [5, 1, 2, 3, 4, 6]
+    tokens = numpy.array(read + said, numpy.int32)
+    sampled = numpy.arange(12) >= 6
+    zeros = numpy.zeros(12, numpy.float32)
+    episode = Episode(tokens, sampled, zeros, zeros.astype(numpy.int64))
+
+    class Copying:
+        """Gives the token that followed the same token earlier, and 0 where a digit is missed."""
+
+        parameters: ClassVar[dict[str, torch.Tensor]] = {}
+        vocabulary_size = 10
+
+        def __init__(self, misses: int | None) -> None:
+            self._misses = misses
+
+        def hidden_weights(self) -> list[str]:
+            return []
+
+        def logits(self, micro: MicroBatch) -> torch.Tensor:
+            chosen = [0 if int(target) == self._misses else int(target) for target in micro.targets]
+            return torch.nn.functional.one_hot(torch.tensor(chosen), 10).float()
+
+    assert copy_accuracy(Copying(None), [episode]) == 1
+    assert copy_accuracy(Copying(3), [episode]) == 0, "one digit of the copy is wrong"
+    assert copy_accuracy(Copying(6), [episode]) == 1, "what was not read before is not a copy"
+
+
 def test_learning_rates_warm_up_and_fall_to_the_final_share() -> None:
     settings = SftSettings(final_share=0.1)
     shares = [learning_rate_share(step, settings) for step in range(settings.steps)]
@@ -236,12 +287,180 @@ def test_refused_trajectories_are_counted_and_an_empty_batch_changes_nothing(
     assert weights(learner) == warm[WEIGHTS]
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_one_number_that_is_not_finite_costs_one_trajectory(
+    warm: dict[str, bytes], tokenizer: Tokenizer, wrong: float
+) -> None:
     batch = practice(warm, tokenizer)
-    learner = engine(warm)
-    metrics = learner.grpo(dataclasses.replace(batch, advantages=[math.inf] * 16)).metrics
-    assert metrics["inner_steps_skipped"] == 2
-    assert weights(learner) == warm[WEIGHTS]
+    spoilt, without = engine(warm), engine(warm)
+    report = spoilt.grpo(dataclasses.replace(batch, advantages=[wrong, *batch.advantages[1:]]))
+    assert report.metrics["trajectories_refused"] == 1
+    assert report.refused == (f"trajectory {batch.trajectories[0].meta.trajectory_id}: its reward is 0.0 and its "
+                              f"advantage {wrong}",)  # fmt: skip
+    without.grpo(dataclasses.replace(batch, **{name: getattr(batch, name)[1:] for name in PER_MEMBER}))
+    assert weights(spoilt) == weights(without) != warm[WEIGHTS]
+
+
+PER_MEMBER = ("trajectories", "rewards", "advantages", "passed")
+
+
+@pytest.mark.parametrize(("inner_steps", "what"), [(2, "loss"), (1, "numbers that are not finite")])
+def test_a_step_that_is_not_finite_is_refused(
+    warm: dict[str, bytes], tokenizer: Tokenizer, inner_steps: int, what: str
+) -> None:
+    """The first inner step makes such weights; the second one, or the check after the last, finds them."""
+    settings = TrainerSettings(grpo=GrpoSettings(learning_rate=1e38, inner_steps=inner_steps))
+    with pytest.raises(StepRefused, match=f"batch 0 .*{what}.*the batch is kept"):
+        engine(warm, settings).grpo(practice(warm, tokenizer))
+
+
+@pytest.mark.parametrize("has_momentum", [False, True])
+def test_a_step_whose_every_token_was_rejected_does_not_move_weights(
+    warm: dict[str, bytes], tokenizer: Tokenizer, has_momentum: bool
+) -> None:
+    """AdamW alone would go on along its momentum, and decay the weights."""
+    batch = practice(warm, tokenizer)
+    learner = engine(warm, TrainerSettings(grpo=GrpoSettings(weight_decay=0.1)))
+    if has_momentum:
+        learner.grpo(batch)
+    files, state = {**warm, WEIGHTS: weights(learner)}, checkpoint(learner)
+    rejecting = TorchEngine(TrainerSettings(grpo=GrpoSettings(weight_decay=0.1, rejection_low=1e9)), 0)
+    load(rejecting, files, state)
+    metrics = rejecting.grpo(batch).metrics
+    assert (metrics["step_refused"], metrics["inner_steps_skipped"]) == (1, 2)
+    assert weights(rejecting) == files[WEIGHTS]
+    assert checkpoint(rejecting) == state
+
+
+def at_temperature(files: dict[str, bytes], batch: GrpoBatch, temperature: float, top_p: float = 1.0) -> GrpoBatch:
+    """The batch as if these weights had sampled it at a temperature."""
+    trajectories: list[TrajectoryAssembled] = []
+    shape = llama_shape(files["config.json"])
+    assert shape is not None
+    model = Llama(shape, load_safetensors(files[WEIGHTS]))
+    for event in batch.trajectories:
+        tokens = unpack_tokens(event.tokens)
+        (read,) = episodes_of(event, shape.vocabulary_size)
+        micro = training_batch([read], 10**6).micro_batches[0]
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model.logits(micro).double() / temperature, -1)
+        sampled = iter(logprobs.gather(1, micro.targets[:, None]).flatten().tolist())
+        packed = pack_logprobs(
+            [next(sampled) if mask else 0.0 for _, mask in zip(tokens, event.loss_mask, strict=True)]
+        )
+        segments = [
+            segment if segment.policy_version is None else replace(segment, temperature=temperature, top_p=top_p)
+            for segment in event.segments
+        ]
+        trajectories.append(replace(event, logprobs=packed, segments=segments))
+    return dataclasses.replace(batch, trajectories=trajectories)
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_what_was_sampled_at_another_temperature_is_on_policy_at_that_temperature(
+    warm: dict[str, bytes], tokenizer: Tokenizer, mode: LossMode
+) -> None:
+    batch = at_temperature(warm, practice(warm, tokenizer), 0.5)
+    settings = TrainerSettings(grpo=GrpoSettings(mode=mode, inner_steps=1))
+    metrics = engine(warm, settings).grpo(batch).metrics
+    assert metrics["effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["logprob_gap_max"] <= 1e-4
+    # The same log-probabilities, taken for those of temperature 1 as before it was recorded.
+    unrecorded = [
+        replace(event, segments=[replace(segment, temperature=1.0) for segment in event.segments])
+        for event in batch.trajectories
+    ]
+    metrics = engine(warm, settings).grpo(dataclasses.replace(batch, trajectories=unrecorded)).metrics
+    assert metrics["effective_sample_size"] < 0.9
+    assert metrics["logprob_gap_mean"] > 0.1
+
+
+def test_temperatures_of_a_batch_may_differ_and_the_split_changes_only_rounding(
+    warm: dict[str, bytes], tokenizer: Tokenizer
+) -> None:
+    batch = practice(warm, tokenizer)
+    cold = at_temperature(warm, batch, 0.5)
+    mixed = dataclasses.replace(batch, trajectories=[*cold.trajectories[:8], *batch.trajectories[8:]])
+    parts = [
+        engine(warm, TrainerSettings(grpo=GrpoSettings(micro_batch_tokens_max=size))).grpo(mixed).metrics
+        for size in (100_000, 200)
+    ]
+    assert parts[0]["effective_sample_size"] == pytest.approx(1.0, abs=1e-3)
+    for name in ("loss", "gradient_norm", "effective_sample_size", "entropy"):
+        assert parts[1][name] == pytest.approx(parts[0][name], rel=1e-4)
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "reason"), [(1.0, 0.9, "top_p 0.9"), (0.0, 1.0, "temperature 0")])
+def test_what_was_not_sampled_from_the_whole_distribution_is_refused(
+    warm: dict[str, bytes], tokenizer: Tokenizer, temperature: float, top_p: float, reason: str
+) -> None:
+    batch = practice(warm, tokenizer, count=2)
+    odd = [
+        replace(segment, temperature=temperature, top_p=top_p) if segment.policy_version is not None else segment
+        for segment in batch.trajectories[0].segments
+    ]
+    batch = dataclasses.replace(
+        batch, trajectories=[replace(batch.trajectories[0], segments=odd), batch.trajectories[1]]
+    )
+    report = engine(warm).grpo(batch)
+    assert report.metrics["trajectories_refused"] == 1
+    assert reason in report.refused[0]
+
+
+def test_the_reference_holds_the_policy_back(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
+    batch = practice(warm, tokenizer)
+    distances: list[float] = []
+    for weight in (0.0, 10.0):
+        learner = engine(warm, TrainerSettings(grpo=GrpoSettings(reference_weight=weight, reference_steps=8)))
+        with tempfile.TemporaryDirectory() as folder:
+            learner.set_reference(written(Path(folder, "reference"), warm))
+        for index in range(6):
+            metrics = learner.grpo(dataclasses.replace(batch, index=index)).metrics
+        distances.append(metrics["k3"])
+        assert ("reference_k3" in metrics) == bool(weight)
+    assert distances[1] < 0.5 * distances[0]
+    last = learner.grpo(dataclasses.replace(batch, index=8)).metrics
+    assert "reference_k3" not in last, "after reference_steps batches its weight is 0"
+
+
+def test_an_entropy_bonus_keeps_entropy_up(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
+    batch = practice(warm, tokenizer)
+    entropies: list[float] = []
+    for settings in (
+        GrpoSettings(),
+        GrpoSettings(entropy_weight=0.3),
+        GrpoSettings(entropy_weight=0.3, entropy_floor=0.0),
+    ):
+        learner = engine(warm, TrainerSettings(grpo=settings))
+        for _ in range(5):
+            entropy = learner.grpo(batch).metrics["entropy"]
+        entropies.append(entropy)
+    assert entropies[1] > entropies[0] + 0.05
+    assert entropies[2] == pytest.approx(entropies[0], rel=1e-4)
+
+
+def test_an_update_that_moves_a_token_too_far_is_halved(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
+    batch = practice(warm, tokenizer)
+    moves: list[float] = []
+    for bound in (0.0, 0.05):
+        rules = GrpoSettings(learning_rate=4e-3, probability_move_max=bound)
+        learner = engine(warm, TrainerSettings(grpo=rules))
+        metrics = learner.grpo(batch).metrics
+        moves.append(most_moved(learner, batch))
+    assert moves[0] > 0.1
+    assert moves[1] <= 0.05
+    assert metrics["update_halvings"] >= 1
+    assert weights(learner) != warm[WEIGHTS]
+
+
+def most_moved(learner: TorchEngine, batch: GrpoBatch) -> float:
+    moved = 0.0
+    for event in batch.trajectories:
+        now = learner.probe(unpack_tokens(event.tokens))
+        stored = unpack_logprobs(event.logprobs)
+        for value, before, mask in zip(now, stored[1:], event.loss_mask[1:], strict=True):
+            moved = max(moved, abs(math.exp(value) - math.exp(before)) if mask else 0.0)
+    return moved
 
 
 def test_a_checkpoint_goes_on_bit_for_bit(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
@@ -263,11 +482,24 @@ def test_a_checkpoint_goes_on_bit_for_bit(warm: dict[str, bytes], tokenizer: Tok
     }
 
 
-def test_a_checkpoint_of_something_else_is_refused(warm: dict[str, bytes]) -> None:
+def test_a_checkpoint_of_something_else_is_refused(warm: dict[str, bytes], tokenizer: Tokenizer) -> None:
     with pytest.raises(BlobDamaged):
         load(TorchEngine(SETTINGS, 0), warm, {OPTIMIZER: b"no tensors"})
     with pytest.raises(BlobDamaged, match="does not have"):
         load(TorchEngine(SETTINGS, 0), warm, {OPTIMIZER: warm[WEIGHTS]})
+    learner = engine(warm)
+    learner.grpo(practice(warm, tokenizer, count=4))
+    state = load_safetensors(checkpoint(learner)[OPTIMIZER])
+    moment, steps = "model.norm.weight/exp_avg_sq", "model.norm.weight/step"
+    for spoilt in (
+        {**state, moment: torch.ones(1)},
+        {**state, moment: state[moment].double()},
+        {**state, steps: torch.ones(2)},
+        {name: tensor for name, tensor in state.items() if name != moment},
+        {**state, "model.norm.weight/momentum_buffer": state[moment].clone()},
+    ):
+        with pytest.raises(BlobDamaged, match=r"does not fit model\.norm\.weight"):
+            load(TorchEngine(SETTINGS, 0), warm, {OPTIMIZER: save_safetensors(spoilt)})
 
 
 def test_unchanged_files_are_at_the_very_paths_given(warm: dict[str, bytes], tmp_path: Path) -> None:

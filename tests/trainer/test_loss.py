@@ -175,7 +175,7 @@ def test_micro_batches_add_up(mode: LossMode, aggregation: str) -> None:
     loss, summed, parts = 0.0, LossFigures(), torch.zeros_like(whole_gradient)
     for trajectory in torch.arange(7):
         chosen = tokens.trajectory == trajectory
-        part = Tokens(**{name: value[chosen] for name, value in vars(tokens).items()})
+        part = Tokens(**{name: value[chosen] for name, value in vars(tokens).items() if value is not None})
         part = _with(part, theta=part.theta.detach().requires_grad_(), trajectory=torch.zeros_like(part.trajectory))
         part_loss, part_figures = policy_loss(part, RULES[mode])
         loss, summed = loss + float(part_loss.detach()), summed + part_figures
@@ -296,3 +296,25 @@ def test_a_token_with_negative_advantage_never_costs_more_than_the_bound() -> No
         zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         tokens = Tokens(theta, zero, zero, -one, one.bool(), torch.zeros(1, dtype=torch.int64), one)
         assert loss_of(tokens, RULES["decoupled"]) <= 3.0
+
+
+def test_divergence_and_entropy_are_added_to_every_mode_unweighted() -> None:
+    tokens = drawn(14)
+    entropy = torch.linspace(0.0, 2.0, len(tokens.mask), dtype=torch.float64)
+    reference = (tokens.theta - 0.3 * torch.linspace(-1, 1, len(tokens.mask), dtype=torch.float64)).detach()
+    with_both = _with(tokens, reference=reference, entropy=entropy)
+    for mode in sorted(MODES):
+        rules = replace(RULES[mode], reference_weight=0.2, entropy_weight=0.1, entropy_floor=0.5)
+        added = 0.0
+        for index in range(len(tokens.mask)):
+            distance = clamp(float(reference[index] - tokens.theta.detach()[index]))
+            k3 = math.exp(distance) - distance - 1
+            added += bool(tokens.mask[index]) * (0.2 * k3 - 0.1 * min(float(entropy[index]), 0.5))
+        expected = loss_of(tokens, rules) + added / int(tokens.mask.sum())
+        assert loss_of(with_both, rules) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_a_rejected_context_has_no_gradient_of_any_kind() -> None:
+    tokens = drawn(15)
+    rules = replace(RULES["decoupled"], rejection_low=1e9, rejection_high=1e9, reference_weight=1.0)
+    assert not gradient(_with(tokens, reference=tokens.prox), rules).any()

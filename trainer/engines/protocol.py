@@ -11,11 +11,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from replayground.schemas.events import TrajectoryAssembled
+from replayground.schemas.errors import BadInput
+from replayground.schemas.events import TrajectoryAssembled, WeightsKind
 from replayground.trainer.batch import MicroBatch
 
 Progress = Callable[[float, float], None]
 "Called with the share done and the loss. If it raises, the work ends, and the engine must be loaded again."
+
+
+class StepRefused(BadInput):
+    """A step reached a loss, a gradient or a weight that is not finite. The engine must be loaded again."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,23 @@ class StepReport:
 
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    refused: Sequence[str] = ()
+    "why trajectories were left out, for the program's own log"
 
 
 class Engine(Protocol):
     """One model and its optimizer. Belongs to one thread; every call may take long. `load` comes first."""
 
+    @property
+    def kind(self) -> WeightsKind:
+        """What the files of `save` are: whole weights, or an adapter with the weights that it belongs to."""
+
     def load(self, files: Mapping[str, Path], checkpoint: Mapping[str, Path]) -> None:
         """Loads the files of a weight version; an empty checkpoint means a new optimizer. The caller keeps the files
         unchanged until the next load. Raises BadInput, BlobDamaged."""
+
+    def set_reference(self, files: Mapping[str, Path]) -> None:
+        """Sets the version from which GRPO is kept near ([trainer.grpo] reference_weight). Raises like load."""
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
         """The cold start, or SFT on any trajectories; GRPO after it begins with a new optimizer. The order of
@@ -55,8 +69,8 @@ class Engine(Protocol):
 
     def grpo(self, batch: GrpoBatch) -> StepReport:
         """Trains on one batch. Trajectories that cannot be trained on are left out and counted in the report; if none
-        is left, the weights stay unchanged and the report has step_refused. Raises TooFarOffPolicy before the weights
-        change."""
+        is left, or none has a gradient, the weights stay unchanged and the report has step_refused. Raises
+        TooFarOffPolicy before the weights change, and StepRefused, after which the engine must be loaded again."""
 
     def save(self, folder: Path) -> dict[str, Path]:
         """The files that a server needs. Changed files are written into the folder, over those of the last call; an
