@@ -160,15 +160,9 @@ class Traces:
         topics."""
         return self._source.lag.lags(run.run_id) if self._source is not None and run.is_active else {}
 
-    def sql(self, statement: str, run_id: str | None = None, person: str = "") -> SqlResult:
-        """Runs a user's statement, over all runs or one; blocks its thread. Raises BadInput, UnknownRun, and SqlBusy when
-        too many are waiting."""
-        began = time.monotonic()
-        self._note_statement(person)
-        return self._shown(self._people.ask(statement, self._id_of(run_id), person), began)
-
     async def asked_sql(self, statement: str, run_id: str | None = None, person: str = "") -> SqlResult:
-        """As `sql`, without a thread: what serves the page does not wait."""
+        """Runs a user's statement, over all runs or one, without a thread: what serves the page does not wait. Raises
+        BadInput, UnknownRun, and SqlBusy when too many are waiting."""
         began = time.monotonic()
         self._note_statement(person)
         found = await asyncio.to_thread(self._id_of, run_id) if run_id else None
