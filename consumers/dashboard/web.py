@@ -53,6 +53,7 @@ from replayground.consumers.reports.transcripts import Transcript, TranscriptEnt
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import TrajectoriesSelected
 from replayground.schemas.ids import now_microseconds
+from replayground.schemas.redaction import redacted
 from replayground.streams.log.protocol import Log
 from replayground.streams.replay.selection import selections_on_log
 from replayground.streams.rules.lineage import Lineage
@@ -159,19 +160,18 @@ class Traces:
         topics."""
         return self._source.lag.lags(run.run_id) if self._source is not None and run.is_active else {}
 
-    def sql(self, statement: str, run_id: str | None = None) -> SqlResult:
-        """Runs a user's statement, over all runs or one; blocks its thread. Raises BadInput, UnknownRun."""
-        began = time.monotonic()
-        return self._shown(self._people.ask(statement, self._id_of(run_id)), began)
-
     async def asked_sql(self, statement: str, run_id: str | None = None, person: str = "") -> SqlResult:
-        """As `sql`, without a thread: what serves the page does not wait. Raises SqlBusy when too many are waiting."""
+        """Runs a user's statement, over all runs or one, without a thread: what serves the page does not wait. Raises
+        BadInput, UnknownRun, and SqlBusy when too many are waiting."""
         began = time.monotonic()
+        self._note_statement(person)
+        found = await asyncio.to_thread(self._id_of, run_id) if run_id else None
+        return self._shown(await self._people.asked(statement, found, person), began)
+
+    def _note_statement(self, person: str) -> None:
         if self._asked.is_full(person):
             raise SqlBusy(f"more than {self._settings.sql_per_minute_max} statements in a minute: wait a little")
         self._asked.mark(person)
-        found = await asyncio.to_thread(self._id_of, run_id) if run_id else None
-        return self._shown(await self._people.asked(statement, found, person), began)
 
     def close(self) -> None:
         """Ends the statements that are running."""
@@ -421,11 +421,11 @@ async def _respond_to(question: Awaitable[Any], shown: Callable[[Any], Response]
         answer = await question
         return _json(answer, 200) if shown is None else shown(answer)
     except UnknownRun as error:
-        return _json({"error": str(error)}, 404)
+        return _json({"error": redacted(str(error))}, 404)
     except SqlBusy as error:
-        return _json({"error": str(error)}, 429)
+        return _json({"error": redacted(str(error))}, 429)
     except BadInput as error:
-        return _json({"error": str(error)}, 400)
+        return _json({"error": redacted(str(error))}, 400)
 
 
 def _json(content: Any, status: int) -> Response:

@@ -2,10 +2,12 @@
 
 import math
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
+from clickhouse_connect import get_client
+from clickhouse_connect.driver.client import Client
 
 from replayground.consumers.clickhouse import migrations
 from replayground.consumers.clickhouse.migrations import LAYOUT, TABLE, layout_of, migrate
@@ -32,8 +34,8 @@ def events() -> Iterator[Event]:
             yield msgspec.structs.replace(event, metrics={"loss": math.nan, "entropy": 0.5})
 
 
-def released_store(store: Store, layout: int) -> str:
-    """A database as a release of this layout has left it, with the rows that it wrote."""
+def released_store(store: Store, layout: int, rows: Sequence[Row]) -> str:
+    """A database as a release of this layout has left it, with these rows as it wrote them."""
     name = f"released_{layout}_{uuid.uuid4().hex}"
     client = store._connect()
     client.command(f"CREATE DATABASE {name}")
@@ -41,16 +43,14 @@ def released_store(store: Store, layout: int) -> str:
     client = client_of(store, name)
     for statement in (*migrations._LAYOUT_1, *(migrations._TO_2 if layout == 2 else ())):
         client.command(statement)
-    old = [{column: row[column] for column in _COLUMNS_OF_1 & row.keys()} for row in made_rows()]
+    old = [{column: row[column] for column in _COLUMNS_OF_1 & row.keys()} for row in rows]
     settings = {"input_format_json_read_objects_as_strings": 1}
     client.raw_insert("events", insert_block=encode_rows(old), fmt="JSONEachRow", settings=settings)
     client.close()
     return name
 
 
-def client_of(store: Store, database: str):  # type: ignore[no-untyped-def]
-    from clickhouse_connect import get_client
-
+def client_of(store: Store, database: str) -> Client:
     return get_client(dsn=store._dsn, database=database)
 
 
@@ -64,7 +64,7 @@ def test_a_layout_is_released_once() -> None:
 @pytest.mark.parametrize("layout", [1, 2])
 def test_a_released_store_is_what_the_log_would_give(store: Store, layout: int) -> None:
     store.insert(made_rows())
-    name = released_store(store, layout)
+    name = released_store(store, layout, made_rows())
     seen: list[tuple[int, int]] = []
     opened = Store(store._dsn, name, threads=1, progress=lambda done, total: seen.append((done, total)))
     assert opened.checksums() == store.checksums()
@@ -76,7 +76,7 @@ def test_a_released_store_is_what_the_log_would_give(store: Store, layout: int) 
 
 def test_an_interrupted_migration_is_taken_up_again(store: Store) -> None:
     store.insert(made_rows())
-    name = released_store(store, 2)
+    name = released_store(store, 2, made_rows())
 
     class Interrupted(Exception):
         pass

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from replayground.consumers.clickhouse.views import outcomes
-
 from replayground.consumers.clickhouse.query_cache import CachedQuery
+from replayground.consumers.clickhouse.views import outcomes
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
 from replayground.consumers.dashboard.frame import card, empty, share, table
