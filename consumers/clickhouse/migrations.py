@@ -196,8 +196,9 @@ def _back_to_1(database: Database, progress: Progress) -> None:
 
 
 def _to_3(database: Database, progress: Progress) -> None:
-    if not _exists(database, _OLD):
-        _run(database, (f"RENAME TABLE events TO {_OLD}",))
+    # Otherwise it was renamed by a migration that was interrupted.
+    if "body" in _columns_in(database, "events"):
+        _run(database, (f"DROP TABLE IF EXISTS {_OLD} SYNC", f"RENAME TABLE events TO {_OLD}"))
     # What an interrupted migration has left.
     _run(database, [f"DROP TABLE IF EXISTS {table} SYNC" for table in TABLES_STORED])
     _run(database, map(_create, TABLES_STORED))
@@ -212,18 +213,18 @@ def _to_3(database: Database, progress: Progress) -> None:
 
 
 def _back_to_2(database: Database, progress: Progress) -> None:
-    old = TABLE.replace("EXISTS events", f"EXISTS {_OLD}")
     names = ", ".join(f"`{name}`" for name in _COLUMNS_OF_1)
     chosen = ", ".join(f"heavy.`{name}`" if name == "body" else f"light.`{name}`" for name in _COLUMNS_OF_1)
     _run(
         database,
         (
             f"DROP TABLE IF EXISTS {_OLD} SYNC",
-            old,
+            TABLE.replace("EXISTS events", f"EXISTS {_OLD}"),
             f"INSERT INTO {_OLD} ({names}) SELECT {chosen} FROM payloads AS heavy INNER JOIN events AS light "
             "USING (topic, partition, offset)",
-            "DROP TABLE events SYNC",
-            f"RENAME TABLE {_OLD} TO events",
+            # At once: there is never a moment without a complete table.
+            f"EXCHANGE TABLES events AND {_OLD}",
+            f"DROP TABLE {_OLD} SYNC",
             "DROP TABLE payloads SYNC",
             *_LAYOUT_1,
             *_TO_2,
@@ -291,24 +292,30 @@ def migrate(database: Database, to: int = LAYOUT, progress: Progress = _ignore) 
 
 def layout_of(database: Database) -> int:
     """The layout of the store, 0 when it is empty. Raises LayoutRefused when no release made it."""
+    recorded = 0
     if _exists(database, "migrations"):
-        ((number,),) = database.query("SELECT max(number) FROM migrations").result_rows
-        if number:
-            return int(number)
-    if _exists(database, _OLD):
+        ((recorded,),) = database.query("SELECT max(number) FROM migrations").result_rows
+    # Above 3 the record says it. Below, the tables do: layouts 1 and 2 have no record, and a migration that was
+    # interrupted, in either direction, is known by what it has left.
+    if recorded > 3:
+        return int(recorded)
+    columns = _columns_in(database, "events")
+    if "body" in columns or (columns and "load_seconds" not in columns):
+        _require_order(database)
+        return 2 if "scorer_set" in columns else 1
+    if _exists(database, _OLD) and (recorded < 3 or not columns):
         return 2
-    if not _exists(database, "events"):
-        return 0
-    # Layouts 1 and 2 have no record.
-    ((key,),) = database.query(
-        "SELECT sorting_key FROM system.tables WHERE database = currentDatabase() AND name = 'events'"
-    ).result_rows
+    return 3 if columns else 0
+
+
+def _require_order(database: Database) -> None:
+    asked = "SELECT sorting_key FROM system.tables WHERE database = currentDatabase() AND name = 'events'"
+    ((key,),) = database.query(asked).result_rows
     if key != ORDER:
         raise LayoutRefused(
             f"it was made by another release (its rows are ordered by {key}, not by {ORDER}): set [traces] dsn to "
             "another folder, or remove that one to have it filled again from the log"
         )
-    return 2 if "scorer_set" in _columns_in(database, "events") else 1
 
 
 def _record(database: Database, migration: Migration) -> None:

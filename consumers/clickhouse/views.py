@@ -242,9 +242,9 @@ ON observed.run_id = called.run_id AND observed.attempt_id = called.attempt_id A
 """
 
 _OF_SCORERS = {
-    "scorer_set": "names and versions of all scorers that judge together",
     "run_id": "the run",
     "session_id": "demonstrations, train, submitted, or one evaluation",
+    "scorer_set": "names and versions of all scorers that judge together",
     "purpose": "train, eval, demonstrate or replay",
 }
 _OF_MEMBER = {

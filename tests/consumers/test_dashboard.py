@@ -205,20 +205,18 @@ def test_bad_questions_get_one_sentence(address: str, body: bytes) -> None:
     assert answer.json()["error"]
 
 
-def test_a_page_of_another_origin_can_send_nothing(address: str, tmp_path: Path) -> None:
+def test_a_page_of_another_origin_can_send_nothing(page: Page, address: str, tmp_path: Path) -> None:
     """In Chromium: what a stranger's page sends is refused, and the page is shown in no frame of it."""
     (tmp_path / "index.html").write_text(f"<!doctype html><iframe src='{address}/'></iframe>")
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as stranger, sync_playwright() as playwright:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as stranger:
         threading.Thread(target=stranger.serve_forever).start()
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        opened = browser.new_page()
+        opened = page.context.new_page()
         # Another port of the same machine is another origin, and the same site: the nearest that a stranger gets.
         opened.goto(f"http://127.0.0.1:{stranger.server_address[1]}/index.html")
         sent = opened.evaluate(_STRANGER, address)
         framed = opened.frames[1].url
-        browser.close()
+        opened.close()
         stranger.shutdown()
     assert sent == {"sql": "opaque", "finish": "opaque", "json": "refused", "socket": "closed", "read": "refused"}
     assert framed.startswith("chrome-error:")

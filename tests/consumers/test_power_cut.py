@@ -59,10 +59,11 @@ def run(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def newest_parts(folder: Path) -> list[Path]:
-    """The newest part of each table that has several: all of them were inserted, and their offsets committed."""
+    """The newest part of events and of payloads: all were inserted, and their offsets committed."""
     tables: dict[Path, list[Path]] = {}
     for part in (folder / "store").glob("*/*/all_*"):
-        tables.setdefault(part.parent, []).append(part)
+        if "run_id" in (part / "columns.txt").read_text():
+            tables.setdefault(part.parent, []).append(part)
     by_number = {table: sorted(parts, key=lambda part: int(part.name.split("_")[1])) for table, parts in tables.items()}
     return [parts[-1] for parts in by_number.values() if len(parts) > 1]
 
