@@ -73,18 +73,6 @@ def test_runs_of_the_layout_before_fields_are_refused_and_left_alone(tmp_path: P
     assert (old / "version").read_text() == "1\n"
 
 
-def test_no_field_is_made_beside_runs_of_the_layout_before_fields(tmp_path: Path) -> None:
-    """They were in `runs`, a field is in `field`: a new field would list none of them, and say nothing."""
-    old = tmp_path / "runs" / "20260101-stockroom-seed0"
-    old.mkdir(parents=True)
-    (old / "version").write_text("1\n")
-    with pytest.raises(BadInput, match=r"/runs holds 1 runs of an older release .* rename that folder"):
-        field_folder(tmp_path / "field")
-    (tmp_path / "runs").rename(tmp_path / "runs-of-older-release")
-    assert not field_folder(tmp_path / "field").exists
-    assert (tmp_path / "runs-of-older-release" / old.name / "version").exists()
-
-
 def test_runs_are_listed_newest_first(field: FieldFolder) -> None:
     for name in ("20260101-a", "20260102-b"):
         point_latest_at(created(field, name))

@@ -31,7 +31,6 @@ HEAVY = {
         "clickhouse_connect",
         "confluent_kafka",
         "faust",
-        "nicegui",
         "numpy",
         "playwright",
         "tokenizers",
