@@ -323,7 +323,8 @@ def test_the_comparison_counts_what_changed(log: MemoryLog) -> None:
 
 
 def test_an_attempt_that_a_judge_has_not_judged_is_not_compared(log: MemoryLog) -> None:
-    whole = [replace(reward, scorers=["exact_match", "polite"]) for reward in rewards_of(log, RUN_ID, 0)]
+    judged_once = [reward for reward in rewards_of(log, RUN_ID, 0) if reward.verdict == "scored"]
+    whole = [replace(reward, scorers=["exact_match", "polite"]) for reward in judged_once]
     late = [replace(reward, scorer="polite", score=0.5) for reward in whole[1:]]
     # In the order of the trajectories, as deploy.experience.rescoring reads the rewards of a run with judges.
     found = list(judgements(sorted([*whole, *late], key=lambda reward: reward.trajectory.offset)))
