@@ -14,7 +14,6 @@ from replayground import Field
 
 HERE = Path(__file__).parent
 FIELD = Path(sys.argv[1] if len(sys.argv) > 1 else "field")
-COMMAND = Path(sys.executable).with_name("replayground")
 TASKS = 200  # of an evaluation, as in job.toml
 FIGURES = """
 SELECT avg({what}) AS mean, 1.96 * stddevPop({what}) / sqrt(count()) AS margin, count() AS attempts FROM outcomes
@@ -26,10 +25,9 @@ def do(*arguments: str) -> str:
     """Runs `replayground …` on the field; returns the id of the newest run."""
     print(f"\n$ replayground {' '.join(arguments)}", flush=True)
     began = time.monotonic()
-    subprocess.run([COMMAND, *arguments, "--field", FIELD], check=True)
+    subprocess.run([Path(sys.executable).with_name("replayground"), *arguments, "--field", FIELD], check=True)
     print(f"{time.monotonic() - began:.0f} seconds", flush=True)
-    # The names begin with the time; beside them is the link `latest`.
-    return max((folder.name for folder in (FIELD / "runs").glob("20*")), default="")
+    return max((folder.name for folder in (FIELD / "runs").glob("20*")), default="")  # names begin with the time
 
 
 def row(name: str, by_right: str, by_brief: str, order: str = "DESC") -> Row:
@@ -56,6 +54,6 @@ rows = [
     row("after: retrained from the log", evaluated_right, evaluated),
     row("online, right reward", online, online_brief),
 ]
-do("down")
 write_plot(rows, FIELD / "showcase.svg")
 (FIELD / "showcase.md").write_text(table(rows))
+do("down")
