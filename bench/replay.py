@@ -2,9 +2,9 @@
 
 rescore_to_bare         one process that reads, judges, groups and writes, to one that only reads and decodes
 rescore_two_processes   one process to two, each with its start; only of use when nothing else runs
-memory_growth           peak memory of a process that judges a million trajectories, to one that judges ten thousand
-retrain_to_online       steps a minute of a retraining, to those of the run that it learns from (bench.replay_field)
-lineage_seconds         of any version of a run with a million trajectories (bench.replay_field)
+rescore_memory_growth   peak memory of a process that judges a million trajectories, to one that judges ten thousand
+
+retrain_to_online needs a model server, and is measured on the field of the showcase: bench.replay_field.
 """
 
 import io
