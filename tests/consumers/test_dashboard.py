@@ -172,7 +172,7 @@ def test_everything_can_be_asked_of_an_older_run(address: str) -> None:
     done = httpx.post(f"{address}/api/finish", params=older, json={}, timeout=60).json()
     assert done["summary"]["run_id"] == "run-0"
     assert done["summary"]["trace_rows"] == done["summary"]["log_events"]
-    assert "run-0" in httpx.get(f"{address}/api/report", params=older).text
+    assert "run-0" in httpx.get(f"{address}/api/report", params=older, timeout=60).text
     (line,) = httpx.get(f"{address}/api/transcripts", params=older | {"rows": "1"}).json()
     path = f"{address}/api/transcripts/{line['trajectory_id']}"
     assert httpx.get(path, params=older).status_code == 200
@@ -211,7 +211,9 @@ def test_a_page_of_another_origin_can_send_nothing(page: Page, address: str, tmp
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as stranger:
         threading.Thread(target=stranger.serve_forever).start()
-        opened = page.context.new_page()
+        browser = page.context.browser
+        assert browser is not None
+        opened = browser.new_page()
         # Another port of the same machine is another origin, and the same site: the nearest that a stranger gets.
         opened.goto(f"http://127.0.0.1:{stranger.server_address[1]}/index.html")
         sent = opened.evaluate(_STRANGER, address)
