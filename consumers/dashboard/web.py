@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -112,6 +112,19 @@ class Traces:
         self._asked = Throttle(settings.sql_per_minute_max, 60.0)
 
     @property
+    def store(self) -> Store:
+        return self._store
+
+    @property
+    def answers(self) -> QueryCache:
+        return self._answers
+
+    @property
+    def source(self) -> LogSource | None:
+        """The log, when it is being read."""
+        return self._source
+
+    @property
     def follows(self) -> bool:
         """Whether the log is read; False when only the store is served."""
         return self._source is not None
@@ -137,24 +150,28 @@ class Traces:
                     self._seen.popitem(last=False)
             return seen[1]
 
+    def partition_lags(self, run_id: str) -> Mapping[str, Mapping[int, int]]:
+        """Lags of an active run by stage and partition."""
+        run = self.find(run_id)
+        return self._source.lag.partition_lags(run_id) if self._source is not None and run.is_active else {}
+
     def _lags(self, run: RunState) -> dict[str, int]:
         """Lags of an active run. A run that is over has none: its groups stand still while other runs fill the
         topics."""
         return self._source.lag.lags(run.run_id) if self._source is not None and run.is_active else {}
 
-    def sql(self, statement: str, run_id: str | None = None) -> SqlResult:
-        """Runs a user's statement, over all runs or one; blocks its thread. Raises BadInput, UnknownRun."""
-        began = time.monotonic()
-        return self._shown(self._people.ask(statement, self._id_of(run_id)), began)
-
     async def asked_sql(self, statement: str, run_id: str | None = None, person: str = "") -> SqlResult:
-        """As `sql`, without a thread: what serves the page does not wait. Raises SqlBusy when too many are waiting."""
+        """Runs a user's statement, over all runs or one, without a thread: what serves the page does not wait. Raises
+        BadInput, UnknownRun, and SqlBusy when too many are waiting."""
         began = time.monotonic()
+        self._note_statement(person)
+        found = await asyncio.to_thread(self._id_of, run_id) if run_id else None
+        return self._shown(await self._people.asked(statement, found, person), began)
+
+    def _note_statement(self, person: str) -> None:
         if self._asked.is_full(person):
             raise SqlBusy(f"more than {self._settings.sql_per_minute_max} statements in a minute: wait a little")
         self._asked.mark(person)
-        found = await asyncio.to_thread(self._id_of, run_id) if run_id else None
-        return self._shown(await self._people.asked(statement, found, person), began)
 
     def close(self) -> None:
         """Ends the statements that are running."""
@@ -321,11 +338,11 @@ class WebServer:
         """Raises BadInput when the port is in use."""
         # Before the import below, which takes seconds.
         _require_free(settings.bind, settings.port)
-        from replayground.consumers.dashboard.page import add_page
+        from replayground.consumers.dashboard.routes import add_views
 
         traces = Traces(store, settings, source)
         app = interface(traces, settings)
-        add_page(app, traces)
+        add_views(app, traces)
         self._traces = traces
         # A browser keeps its connection open: without the timeout, shutdown would wait for it.
         config = uvicorn.Config(
