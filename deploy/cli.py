@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replayground.deploy import authoring
-from replayground.deploy.operate import commands, experience, inspection, lineage, scorers, tokens, verdicts
+from replayground.deploy.operate import (
+    commands,
+    experience,
+    export,
+    inspection,
+    lineage,
+    scorers,
+    tokens,
+    traces,
+    verdicts,
+)
 from replayground.deploy.options import FIELD, EchoOnce, Field, RunArgument, console
 from replayground.deploy.options import echo as _say
 from replayground.deploy.terminal_text import printable
@@ -270,6 +280,7 @@ app.command()(inspection.status)
 app.command()(inspection.runs)
 app.command()(inspection.logs)
 app.command()(inspection.sql)
+app.command()(export.export)
 app.command()(inspection.report)
 app.command()(commands.tail)
 app.command()(commands.lag)
@@ -287,6 +298,7 @@ app.add_typer(verdicts.verdicts, name="verdicts", no_args_is_help=True)
 app.add_typer(commands.dead_letters, name="dead-letters")
 app.add_typer(commands.blobs, name="blobs")
 app.add_typer(tokens.tokens, name="tokens")
+app.add_typer(traces.traces, name="traces")
 
 
 @app.command()

@@ -43,7 +43,14 @@ from replayground.deploy.resolve import ResolvedConfig
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end
 from replayground.schemas.blobs import open_blobs
 from replayground.schemas.errors import BadInput, ReplaygroundError
-from replayground.schemas.events import Position, RewardAssigned, RunFile, RunStarted, TrajectoriesSelected
+from replayground.schemas.events import (
+    JudgementMade,
+    Position,
+    RewardAssigned,
+    RunFile,
+    RunStarted,
+    TrajectoriesSelected,
+)
 from replayground.schemas.job import Scorer
 from replayground.schemas.topics import TOPIC_BY_NAME
 from replayground.streams.log.connect import open_log
@@ -378,8 +385,28 @@ def _old_judgements(
 ) -> Iterator[JudgedAttempt]:
     """Of all sources, in the order of the trajectories."""
     # One reader for each: the streams of two runs are not equally fast, so their rewards are not in one order.
-    of_sources = [judgements(_rewards(log, states[source], partition)) for source in request.sources]
+    of_sources = [judgements(_in_order(log, states[source], partition)) for source in request.sources]
     return heapq.merge(*of_sources, key=lambda judgement: judgement.offset)
+
+
+def _in_order(log: Log, state: RunState, partition: int) -> Iterator[RewardAssigned]:
+    """The rewards of a run in the order of the trajectories."""
+    rewards = _rewards(log, state, partition)
+    if not _has_judgements(log, state, partition):
+        return rewards
+    # Judges and people write theirs later, and in any order. All of a partition are in memory only for such runs.
+    return iter(sorted(rewards, key=lambda reward: reward.trajectory.offset))
+
+
+def _has_judgements(log: Log, state: RunState, partition: int) -> bool:
+    """Whether somebody was asked about attempts of this partition: their judgements are on the one of the same number."""
+    start = [place for place in state.positions if (place.topic, place.partition) == ("judgements", partition)]
+    with closing(log.reader(["judgements"], start=start, run_id=state.run_id, partitions=[partition])) as reader:
+        while not reader.caught_up():
+            for delivery in reader.poll(_POLL_EVENTS, 0.2):
+                if isinstance(delivery.event, JudgementMade) and delivery.event.meta.run_id == state.run_id:
+                    return True
+    return False
 
 
 def _rewards(log: Log, state: RunState, partition: int) -> Iterator[RewardAssigned]:

@@ -156,7 +156,8 @@ def _judge(work: Work, partitions: Sequence[int], pipe: Connection, stop: thread
         for partition in partitions:
             fold = Rescoring(judges, _selection_of(selections, partition))
             end = partial(end_of, request, partition) if ends is None else partial(ends.end, partition)
-            wanted = PartitionRange(judges.sources, start_of(request, partition), end)
+            start = start_of(request, partition)
+            wanted = PartitionRange(judges.sources, start, end, request.trajectories_per_commit)
             rescore_partition(run, log, fold, wanted, report, stop)
             if stop.is_set():
                 return

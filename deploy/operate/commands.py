@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from replayground.deploy.options import FIELD, Field, RunOption, console, echo, echo_error
-from replayground.deploy.terminal_text import cells, printable, printable_json
+from replayground.deploy.terminal_text import cells, plain, printable, printable_json
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def acls(
         raise BadInput(
             f"principal {user} is the same for all programs: put {{program}} into it, so that each has its own rights"
         )
-    print(FORMATS[form](rights_of(log.topic_prefix if prefix is None else prefix, user)), end="")
+    print(plain(FORMATS[form](rights_of(log.topic_prefix if prefix is None else prefix, user))), end="")
 
 
 def lag(

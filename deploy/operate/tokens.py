@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from replayground.deploy.options import FIELD, Field, console, echo
-from replayground.deploy.terminal_text import cells
+from replayground.deploy.terminal_text import cells, printable
 from replayground.schemas.errors import BadInput
 from replayground.schemas.ids import now_microseconds
 
@@ -36,7 +36,7 @@ def add(
 
     for known in ROLES:
         if known == role:
-            print(_file_of(field).add(name, known, now_microseconds()))
+            print(printable(_file_of(field).add(name, known, now_microseconds())))
             return
     raise BadInput(f"there is no role {role}; there are: {', '.join(ROLES)}")
 

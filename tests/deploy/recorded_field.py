@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import os
+import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,9 @@ from replayground.streams.hops.flow import hops
 from replayground.streams.log.protocol import Log
 from tests.deploy.test_cli import called
 from tests.flow.synthetic import rollout
+
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,25 @@ def running_field(folder: Path, addresses: LogAddresses) -> Iterator[FieldFolder
         f'[log]\nbootstrap_servers = "{addresses.log.bootstrap_servers}"\nregistry_url = "{addresses.log.registry_url}"\n'
         f'[blobs]\nurl = "{addresses.blobs_url}"\n'
     )
-    up = called(folder, "up", "field.toml")
-    assert up.returncode == 0, up.stderr
+    # In a process of its own, which the field outlives; `up` itself gives up after five minutes.
+    up = [sys.executable, "-m", "replayground.deploy.cli", "up", "field.toml"]
+    started = subprocess.run(up, cwd=folder, env=os.environ | {"PYTHONPATH": str(PROJECT)}, stdout=subprocess.DEVNULL)
+    assert started.returncode == 0
     try:
         yield FieldFolder(folder / "field")
     finally:
         called(folder, "down")
 
 
-def record_run(field: FieldFolder, module: Path, answers: Sequence[Sequence[str]], scorers: Sequence[str]) -> str:
-    """A run of a job with these groups of answers, the right one being 7, assembled and scored; returns its id."""
+def record_run(
+    field: FieldFolder,
+    module: Path,
+    answers: Sequence[Sequence[str]],
+    scorers: Sequence[str],
+    versions: Mapping[str, str] | None = None,
+) -> str:
+    """A run of a job with these groups of answers, the right one being 7, assembled and scored; returns its id.
+    `versions`: what RunStarted says of its scorers, when that is not what the module has."""
     resolved = load(field)
     run_id = f"recorded-{uuid.uuid4().hex[:8]}"
     asked = RequestedConfig(source="test", raw={"job": {"module": str(module)}})
@@ -83,7 +97,7 @@ def record_run(field: FieldFolder, module: Path, answers: Sequence[Sequence[str]
             code_version="test",
             packages={},
             positions=end_positions(log),
-            scorers=scorers_of(str(module)),
+            scorers={**scorers_of(str(module)), **(versions or {})},
         )
         write_start(log, start)
         play(log, run_id, answers, scorers)

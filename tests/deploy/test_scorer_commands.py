@@ -13,7 +13,7 @@ from replayground.deploy.local.folder import FieldFolder
 from replayground.deploy.local.stack import LogAddresses
 from replayground.deploy.resolve import load
 from replayground.deploy.run_lifecycle import log_of
-from replayground.deploy.runs import end_positions, write_end
+from replayground.deploy.runs import end_positions, list_runs, write_end
 from replayground.deploy.traces_client import TracesClient
 from tests.deploy.recorded_field import command, record_run, running_field
 
@@ -243,6 +243,8 @@ def test_two_people_make_a_reward_and_an_ended_run_gets_it_at_once(asked: Record
     # By hand: units (4,1), (2,2), (3,3), (4,4), squared differences of all ordered pairs: 18 within, 142 in all.
     assert f"interval {1 - 7 * 18 / 142:.3f}" in told
     assert "bob" in told
+    # A comparison has the rewards of people, which come later than others: exact_match gives 1, people 2.5, 2, 3, 4.
+    assert "3.1250" in asked.tried("mine.py:short").stdout
 
 
 @pytest.mark.parametrize(
@@ -268,3 +270,17 @@ def test_a_run_that_asks_nobody_has_no_queue(recorded: Recorded) -> None:
     refused = recorded.verdicts("next")
     assert refused.returncode == 2
     assert "asks people" in refused.stderr
+
+
+def test_a_run_is_not_resumed_with_another_scorer(field: FieldFolder) -> None:
+    module, before = field.path.parent / "asking.py", {"helpful": "another"}
+    run_id = record_run(field, module, [["7", "8"]], ["helpful"], versions=before)
+    with log_of(load(field)) as log:
+        write_end(log, run_id, 0, "stopped", "")
+    refused = command("resume", run_id, "--field", str(field.path))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert f"{run_id} began with another" in refused.stderr
+    with log_of(load(field)) as log:
+        assert list_runs(log)[run_id].starts == 0
+    asked = Recorded(field, run_id)
+    assert f"another one than that which {run_id} began with" in asked.verdicts("next").stderr
