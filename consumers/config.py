@@ -69,8 +69,16 @@ class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: int = 8200
     "port of the web page and the SQL interface"
     bind: str = "127.0.0.1"
-    """address that page, SQL interface, /healthz and /metrics listen on. There is no authentication: on anything but
-    loopback, put a proxy in front that authenticates"""
+    """address that page, SQL interface, /healthz and /metrics listen on. On anything but loopback page and SQL ask for a
+    token (`replayground tokens`); /healthz and /metrics do not"""
+    name: str = ""
+    "host name in the addresses of the page, as its certificate has it; empty: bind"
+    tokens: str = ""
+    "file with the hashes of tokens; empty: tokens.json in the folder of the field"
+    tls_certificate: str = ""
+    "file with the certificate chain (PEM); empty: no TLS"
+    tls_key: str = ""
+    "file with the key of the certificate (PEM)"
     follow: bool = True
     "false = do not read the log: serve page and SQL from the store as it is, while the rest of the field is down"
     batch_rows_max: int = 10_000
@@ -94,5 +102,7 @@ class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     "statements of users that run at the same time, each in a process of its own"
     sql_waiting_max: int = 32
     "statements of users that run or wait; further ones are refused, and one person has a quarter of them at most"
+    sql_per_minute_max: int = 600
+    "statements that one person may send in a minute"
     threads: int = 1
     "threads of ClickHouse for one query; the cores are shared with sampling and training"

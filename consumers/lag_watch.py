@@ -5,6 +5,7 @@ schemas.programs declares which stage takes which topic in which group.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ class LagWatch:
         self._log = log
         self._program_metrics = program_metrics
         self._asked_at: dict[str, float] = {}
-        self._lags: dict[str, dict[str, int]] = {}
+        self._lags: dict[str, dict[str, Counter[int]]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lag-watch", daemon=True)
 
@@ -77,6 +78,11 @@ class LagWatch:
     def lags(self, run_id: str) -> dict[str, int]:
         """Messages by stage; {} until they are known. A run is polled for some time after each call."""
         self._asked_at[run_id] = time.monotonic()
+        return _summed(self._lags.get(run_id, {}))
+
+    def partition_lags(self, run_id: str) -> Mapping[str, Mapping[int, int]]:
+        """Messages by stage and partition, like `lags`."""
+        self._asked_at[run_id] = time.monotonic()
         return self._lags.get(run_id, {})
 
     def _watch(self) -> None:
@@ -88,13 +94,13 @@ class LagWatch:
                 _log.warning("lag_unknown", reason=str(error))
 
     def _look(self) -> None:
-        of_field = lags_of(self._log, FIELD, of_field=True)
-        self._program_metrics.gauge("lag", sum(of_field.values()))
+        of_field = partition_lags_of(self._log, FIELD, of_field=True)
+        self._program_metrics.gauge("lag", sum(_summed(of_field).values()))
         since = time.monotonic() - _INTEREST_SECONDS
         # A copy: `lags` adds keys from other threads meanwhile.
         wanted = [run_id for run_id, asked_at in list(self._asked_at.items()) if asked_at >= since]
         # Replaced as a whole, because `lags` reads it without a lock.
-        self._lags = {run_id: lags_of(self._log, run_id, of_field=False) | of_field for run_id in wanted}
+        self._lags = {run_id: partition_lags_of(self._log, run_id, of_field=False) | of_field for run_id in wanted}
         for run_id in self._asked_at.keys() - set(wanted):
             del self._asked_at[run_id]
 
@@ -102,28 +108,38 @@ class LagWatch:
 def lags_of(log: Log, run_id: str, of_field: bool) -> dict[str, int]:
     """Messages that each stage of the run, or of the field, has not consumed, in the order of the flow. Topics are
     shared: messages of other runs count until the stage has skipped them. Blocks. Raises LogUnavailable."""
-    lags: dict[str, int] = {}
+    return _summed(partition_lags_of(log, run_id, of_field))
+
+
+def partition_lags_of(log: Log, run_id: str, of_field: bool) -> dict[str, Counter[int]]:
+    """The same by partition. A stage that takes several topics has the sum of their partitions with one number."""
+    lags: dict[str, Counter[int]] = {}
     for group in groups_of(run_id):
         if group.of_field != of_field:
             continue
         for topic, group_lags in log.group_lags(group.name, list(group.stage_by_topic)).items():
             if group.is_optional and not group_lags.has_begun:
                 continue
-            stage = group.stage_by_topic[topic]
-            lags[stage] = lags.get(stage, 0) + _lag(log, group, topic, group_lags)
+            behind = lags.setdefault(group.stage_by_topic[topic], Counter())
+            behind.update(_lag(log, group, topic, group_lags))
     return lags
 
 
-def _lag(log: Log, group: ConsumerGroup, topic: str, group_lags: GroupLag) -> int:
-    """The lag, 0 when only transaction markers are left: they are no messages, so nobody is behind because of them."""
+def _summed(lags: Mapping[str, Counter[int]]) -> dict[str, int]:
+    return {stage: behind.total() for stage, behind in lags.items()}
+
+
+def _lag(log: Log, group: ConsumerGroup, topic: str, group_lags: GroupLag) -> Mapping[int, int]:
+    """The lag by partition, nothing when only transaction markers are left: they are no messages, so nobody is behind
+    because of them."""
     # The oldest unread message is looked up only where it can make a difference: it costs a read from the log.
     if (
         group_lags.lag
         and topic in _ENDS_WITH_MARKERS
         and log.unread(group.name, [topic])[topic].oldest_milliseconds is None
     ):
-        return 0
-    return group_lags.lag
+        return {}
+    return group_lags.lag_by_partition
 
 
 def expiries_of(log: Log, run_id: str, now_milliseconds: int) -> list[Expiry]:

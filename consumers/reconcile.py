@@ -12,7 +12,7 @@ later. Once the row is removed, restart the traces program or reconcile again.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import batched
 
 from msgspec import Struct
@@ -29,10 +29,7 @@ from replayground.streams.log.protocol import Delivery, Log, Reader
 _EVENTS_MAX = 5000
 _POLL_SECONDS = 1.0
 
-_STRETCH = """
-WHERE topic = {topic:String} AND partition = {partition:Int32} AND offset >= {first:Int64} AND offset < {following:Int64}
-"""
-_OF_RUN = "AND run_id = {run:String}"
+_OF_RUN = " AND run_id = {run:String}"
 
 
 class PartitionComparison(Struct, frozen=True, kw_only=True):
@@ -69,9 +66,10 @@ class Scope(Struct, frozen=True, kw_only=True):
     def first(self, place: Place) -> int:
         return next((p.offset for p in self.start if (p.topic, p.partition) == place), 0)
 
-    def select(self, figures: str, table: Table) -> str:
-        """A question about the rows of a partition that are in scope."""
-        return f"SELECT {figures} FROM {table} {_STRETCH} {'' if self.run_id is None else _OF_RUN}"
+    def select(self, figures: str, table: Table, stretches: Sequence["_LogRange"]) -> str:
+        """A question about the rows of these partitions that are in scope."""
+        places = " OR ".join(stretch.condition for stretch in stretches) or "0"
+        return f"SELECT {figures} FROM {table} WHERE ({places}){'' if self.run_id is None else _OF_RUN}"
 
 
 class _LogRange:
@@ -92,14 +90,18 @@ class _LogRange:
         self.following = offset + 1
 
     @property
-    def question(self) -> dict[str, object]:
-        return {
-            "topic": self.topic,
-            "partition": self.partition,
-            "first": self._first,
-            "following": self.following,
-            "run": self.scope.run_id,
-        }
+    def place(self) -> Place:
+        return self.topic, self.partition
+
+    @property
+    def condition(self) -> str:
+        """Its rows in the store, in SQL."""
+        # Names of topics are those of schemas.topics, or of rows: quoted as ClickHouse reads them.
+        topic = self.topic.replace("\\", "\\\\").replace("'", "\\'")
+        return (
+            f"(topic = '{topic}' AND partition = {self.partition} "
+            f"AND offset >= {self._first} AND offset < {self.following})"
+        )
 
     @property
     def _first(self) -> int:
@@ -184,7 +186,14 @@ def reconcile(
         await_written()
         for place, following in before.items():
             stretches[place].reach(following)
-        compared = [_compare(log, store, staging, stretch, repair) for _, stretch in sorted(stretches.items())]
+        ordered = [stretch for _, stretch in sorted(stretches.items())]
+        sums = {table: _sums(store, scope, ordered, table) for table in TABLES_STORED}
+        compared = [
+            _compare(
+                log, store, staging, stretch, {table: sums[table][stretch.place] for table in TABLES_STORED}, repair
+            )
+            for stretch in ordered
+        ]
     if scope.run_id is None:
         return compared
     return [place for place in compared if place.log_events or place.store_rows]
@@ -205,9 +214,10 @@ def _everything(reader: Reader) -> Iterator[Delivery]:
         yield from reader.poll(_EVENTS_MAX, _POLL_SECONDS)
 
 
-def _compare(log: Log, store: Store, staging: Staging, stretch: _LogRange, repair: bool) -> PartitionComparison:
+def _compare(
+    log: Log, store: Store, staging: Staging, stretch: _LogRange, sums: "dict[Table, Sums]", repair: bool
+) -> PartitionComparison:
     # Sums first: they need no rows in memory, and in most partitions they agree.
-    sums = {table: _sums(store, stretch, table) for table in TABLES_STORED}
     rows = sums["events"][0]
     seen = PartitionComparison(
         topic=stretch.topic, partition=stretch.partition, log_events=stretch.events, store_rows=int(rows)
@@ -229,13 +239,17 @@ def _compare(log: Log, store: Store, staging: Staging, stretch: _LogRange, repai
     )
 
 
-def _sums(store: Store, stretch: _LogRange, table: Table) -> tuple[int, int]:
-    """Number of rows, and sum of their checksums."""
+Sums = tuple[int, int]
+"number of rows, and sum of their checksums"
+
+
+def _sums(store: Store, scope: Scope, stretches: Sequence[_LogRange], table: Table) -> dict[Place, Sums]:
     # As a wide integer: the sum of many 64-bit hashes would overflow.
-    ((rows, total),) = store.ask(
-        stretch.scope.select(f"count(), sum(toInt128({row_hash(table)}))", table), stretch.question
-    ).rows
-    return int(rows), int(total)
+    asked = scope.select(f"topic, partition, count(), sum(toInt128({row_hash(table)}))", table, stretches)
+    found: dict[Place, Sums] = {stretch.place: (0, 0) for stretch in stretches}
+    for topic, partition, rows, total in store.ask(f"{asked} GROUP BY topic, partition", {"run": scope.run_id}).rows:
+        found[topic, partition] = (int(rows), int(total))
+    return found
 
 
 class _Repair:
@@ -244,7 +258,7 @@ class _Repair:
 
     def __init__(self, store: Store, stretch: _LogRange) -> None:
         self._store = store
-        self._place = (stretch.topic, stretch.partition)
+        self._place = stretch.place
         self._wrong: list[Row] = []
         self.removed = self.added = 0
 
@@ -277,7 +291,8 @@ def _differences(log: Log, store: Store, staging: Staging, stretch: _LogRange, m
 
 def _stored_hashes(store: Store, stretch: _LogRange, table: Table) -> dict[int, list[int]]:
     found: defaultdict[int, list[int]] = defaultdict(list)
-    for offset, of_row in store.ask(stretch.scope.select(f"offset, {row_hash(table)}", table), stretch.question).rows:
+    asked = stretch.scope.select(f"offset, {row_hash(table)}", table, [stretch])
+    for offset, of_row in store.ask(asked, {"run": stretch.scope.run_id}).rows:
         found[int(offset)].append(int(of_row))
     return found
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from replayground.schemas.blobs import Blobs
@@ -12,6 +13,11 @@ from replayground.schemas.events import WeightsFile, WeightsPublished
 
 # Must not match the pattern of finished folders, v*.
 _UNFINISHED = "unfinished-"
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+_BASE = "base-"
+"begins the name of the base weights of adapters"
 
 
 def digest_of(files: list[WeightsFile]) -> str:
@@ -29,11 +35,11 @@ class WeightsFolder:
         self._root.mkdir(parents=True, exist_ok=True)
         # Left by a process that was killed. Each is as large as the weights, so they would fill the disk.
         for unfinished in self._root.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished)
 
     def unpack(self, published: WeightsPublished) -> Path:
-        """The folder with exactly the files of this version, each digest checked. Blocks for the download. Raises
-        BlobDamaged, BlobsUnavailable, OSError."""
+        """The folder with the files of this version, each digest checked; those of an adapter merged into whole
+        weights. Blocks for the download. Raises BlobDamaged, BlobsUnavailable, OSError."""
         # The name contains the digest, and a folder gets it only when it is complete: one that exists is right.
         target = self._root / f"v{published.version:06d}-{digest_of(published.files)[:16]}"
         if target.is_dir():
@@ -42,8 +48,7 @@ class WeightsFolder:
             return target
         unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self._root))
         try:
-            for file in published.files:
-                self._blobs.get_to_file(file.uri, file.sha256, unfinished / _plain_name(file.name))
+            self._fill(published, unfinished)
             # Atomic: a kill before this line leaves only an unfinished folder.
             unfinished.rename(target)
         except BaseException:
@@ -51,11 +56,48 @@ class WeightsFolder:
             raise
         return target
 
+    def _fill(self, published: WeightsPublished, folder: Path) -> None:
+        # Servers load whole weights only: an adapter is merged into its base here.
+        apart = (WEIGHTS, ADAPTER, ADAPTER_CONFIG) if published.kind == "lora" else ()
+        for file in published.files:
+            if file.name not in apart:
+                self._blobs.get_to_file(file.uri, file.sha256, folder / _plain_name(file.name))
+        if apart:
+            files = {file.name: file for file in published.files}
+            if missing := [name for name in apart if name not in files]:
+                raise BlobDamaged(f"version {published.version} is an adapter without {missing[0]}")
+            self._merge(files, folder)
+
+    def _merge(self, files: Mapping[str, WeightsFile], folder: Path) -> None:
+        # numpy: most runs have no adapter.
+        from replayground.consumers.adapters import merge
+
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=self._root) as apart:
+            adapter, config = Path(apart, ADAPTER), Path(apart, ADAPTER_CONFIG)
+            for path in (adapter, config):
+                self._blobs.get_to_file(files[path.name].uri, files[path.name].sha256, path)
+            merge(self._base(files[WEIGHTS]), adapter, config, folder / WEIGHTS)
+
+    def _base(self, file: WeightsFile) -> Path:
+        """The base weights, fetched once for all adapters of a run; another base takes their place."""
+        path = self._root / f"{_BASE}{file.sha256}"
+        if not path.exists():
+            for other in self._root.glob(f"{_BASE}*"):
+                other.unlink()
+            unfinished = path.with_name(f"{_UNFINISHED}{file.sha256}")
+            self._blobs.get_to_file(file.uri, file.sha256, unfinished)
+            unfinished.rename(path)
+        return path
+
     def keep_newest(self, count: int) -> None:
         """Removes all but the last used folders."""
         folders = sorted(self._root.glob("v*"), key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
         for folder in folders[count:]:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _plain_name(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from replayground.deploy.options import FIELD, Field, console, echo
+from replayground.deploy.terminal_text import plain, printable, printable_json
 
 if TYPE_CHECKING:
     from replayground.deploy.checking.report import Mark
@@ -61,7 +62,7 @@ def doctor(
     if as_json:
         import msgspec
 
-        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+        print(printable_json(msgspec.json.format(msgspec.json.encode(findings)).decode()))
     needed = sum(finding.state == "needed" for finding in findings)
     if not as_json:
         echo("nothing is missing" if needed == 0 else f"{_counted(needed, 'thing')} needed and missing")
@@ -103,11 +104,11 @@ def _print_mark(mark: "Mark", text: str, to: TextIO | None = None) -> None:
 
     stream = to or (sys.stderr if mark == "✗" else sys.stdout)
     if not stream.isatty():
-        print(mark, text, file=stream, flush=True)
+        print(mark, printable(text), file=stream, flush=True)
         return
     # The text is wrapped with its mark, then the mark is cut off: a colour code would count as characters of the line.
-    lines = wrapped(mark, text, console.width)
-    print(typer.style(mark, fg=_STYLES[mark]) if mark != "·" else mark, lines[2:], file=stream, flush=True)
+    lines = wrapped(mark, printable(text), console.width)
+    print(typer.style(mark, fg=_STYLES[mark]) if mark != "·" else mark, plain(lines[2:]), file=stream, flush=True)
 
 
 def _tell_mistakes(mark: "Mark", text: str) -> None:

@@ -12,9 +12,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replayground.deploy import authoring
-from replayground.deploy.operate import commands, experience, inspection, lineage, scorers, verdicts
+from replayground.deploy.operate import (
+    commands,
+    experience,
+    export,
+    inspection,
+    lineage,
+    scorers,
+    tokens,
+    traces,
+    verdicts,
+)
 from replayground.deploy.options import FIELD, EchoOnce, Field, RunArgument, console
 from replayground.deploy.options import echo as _say
+from replayground.deploy.terminal_text import printable
 from replayground.schemas.errors import BadInput, ReplaygroundError
 
 if TYPE_CHECKING:
@@ -49,7 +60,7 @@ def main() -> None:
 
 def _fail(line: str, code: int) -> None:
     # Messages may quote output with line breaks; scripts that read stderr expect exactly one line.
-    print(" ".join(line.split()), file=sys.stderr, flush=True)
+    print(printable(" ".join(line.split())), file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -269,6 +280,7 @@ app.command()(inspection.status)
 app.command()(inspection.runs)
 app.command()(inspection.logs)
 app.command()(inspection.sql)
+app.command()(export.export)
 app.command()(inspection.report)
 app.command()(commands.tail)
 app.command()(commands.lag)
@@ -285,6 +297,8 @@ app.add_typer(scorers.scorer, name="scorer")
 app.add_typer(verdicts.verdicts, name="verdicts", no_args_is_help=True)
 app.add_typer(commands.dead_letters, name="dead-letters")
 app.add_typer(commands.blobs, name="blobs")
+app.add_typer(tokens.tokens, name="tokens")
+app.add_typer(traces.traces, name="traces")
 
 
 @app.command()

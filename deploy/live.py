@@ -63,7 +63,7 @@ class PlainView:
             self._evaluated = overview.evaluated.version
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def preparation_line(overview: Overview) -> str:
@@ -160,7 +160,7 @@ def _figures(overview: Overview) -> Table:
     table = Table.grid(padding=(0, 3))
     evaluated = overview.evaluated
     held_out = f"{evaluated.pass_at_1:.3f} (version {evaluated.version}, {evaluated.tasks} tasks)" if evaluated else "-"
-    table.add_row("phase", overview.phase, "tokens/s", f"{overview.tokens_per_second:,.0f}")
+    table.add_row("phase", Text(overview.phase), "tokens/s", f"{overview.tokens_per_second:,.0f}")
     table.add_row("mean reward", _figure(overview.reward_mean), "rollouts running", str(overview.rollouts_running))
     table.add_row("held-out pass@1", held_out, "rejects", str(overview.rejects))
     served = ", ".join(f"{name.rpartition('/')[2]}: {_whole(v)}" for name, v in overview.version_by_server.items())

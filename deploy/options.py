@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-console = Console()
+from replayground.deploy.terminal_text import TerminalConsole, plain
+
+console = TerminalConsole()
 
 FIELD = Path("field")
 FIELD_VARIABLE = "REPLAYGROUND_FIELD"
@@ -22,12 +23,12 @@ RunArgument = Annotated[str | None, typer.Argument(metavar="[RUN]", help="Id of 
 def echo(text: str) -> None:
     """Prints text unchanged: without markup, colours or added line breaks."""
     # Paths and run ids contain brackets and digits, which Rich would interpret and colour.
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print(plain(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def echo_error(text: str) -> None:
     """Prints to stderr, so that stdout holds only the result of a command and can be piped."""
-    print(text, file=sys.stderr, flush=True)
+    print(plain(text), file=sys.stderr, flush=True)
 
 
 class EchoOnce:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Struct
 
+from replayground.consumers.config import TracesSettings
 from replayground.deploy.config import FIELD_SECTIONS, Config, parse_config, read_toml
 from replayground.deploy.local.folder import FieldFolder, RunFolder, write_whole
 from replayground.deploy.local.ports import choose_ports, is_free
@@ -111,7 +112,7 @@ def resolve_field(folder: FieldFolder, asked: RequestedConfig, before: ResolvedC
         wanted |= {f"local.{name}": getattr(config.local, name) for name in names}
     ports = choose_ports(_prefer_previous(wanted, before.ports if before else {}))
     # A dsn in the file wins over the folder of the field; the port does not, since 0 in the file means any.
-    traces = {"dsn": f"chdb://{folder.path / 'traces'}"} | raw.get("traces", {}) | {"port": ports["traces.port"]}
+    traces = _traces_of(folder) | raw.get("traces", {}) | {"port": ports["traces.port"]}
     # /healthz of the traces program listens on the same address as its web page.
     harness = {"bind": config.traces.bind}
     config = parse_config(raw | {"traces": traces, "harness": harness}, Path(asked.source))
@@ -122,10 +123,19 @@ def resolve_field(folder: FieldFolder, asked: RequestedConfig, before: ResolvedC
         log=_log_settings(config.log, ports),
         blobs_url=config.blobs.url.rstrip("/") or folder.blobs_url,
         blobs_also_read=config.blobs.also_read,
-        page_url=f"http://{connectable(config.traces.bind)}:{config.traces.port}",
+        page_url=_page_url(config.traces),
         ports=ports,
         health_ports={program.name: ports[_health(program)] for program in PROGRAMS_OF_FIELD},
     )
+
+
+def _traces_of(folder: FieldFolder) -> dict[str, str]:
+    return {"dsn": f"chdb://{folder.path / 'traces'}", "tokens": str(folder.tokens)}
+
+
+def _page_url(traces: TracesSettings) -> str:
+    scheme = "https" if traces.tls_key else "http"
+    return f"{scheme}://{traces.name or connectable(traces.bind)}:{traces.port}"
 
 
 def resolve_run(
@@ -267,6 +277,8 @@ def _require_no_secret(config: Config, source: Path) -> None:
     references |= {f"judge.endpoints.{name}.key": endpoint.key for name, endpoint in config.judge.endpoints.items()}
     if config.traces.dsn.startswith("clickhouse"):
         references["the password in traces.dsn"] = urlsplit(config.traces.dsn).password or ""
+    if config.traces.sql_dsn:
+        references["the password in traces.sql_dsn"] = urlsplit(config.traces.sql_dsn).password or ""
     for setting, value in references.items():
         if value and not value.startswith(("env:", "file:")):
             raise BadInput(

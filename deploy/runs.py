@@ -33,6 +33,10 @@ _TRIES_MAX = 10
 _PATIENCE_SECONDS = 30.0
 
 
+class RunIdTaken(BadInput):
+    """Another run got the id first."""
+
+
 def list_runs(log: Log) -> dict[str, RunState]:
     """All runs of the field by id, oldest first. Raises LogUnavailable."""
     return fold(_facts(log))
@@ -91,12 +95,14 @@ def started_event(
 
 
 def write_start(log: Log, event: RunStarted) -> RunState:
-    """Writes RunStarted and blocks until it is acknowledged. Raises BadInput when the id is taken, LogUnavailable."""
+    """Writes RunStarted and blocks until it is acknowledged. Raises RunIdTaken, LogUnavailable."""
     _write(log, event)
     # Read back: the fold keeps the first RunStarted of an id, which may be somebody else's.
     state = list_runs(log)[event.meta.run_id]
     if state.start_id != event.meta.id:
-        raise BadInput(f"another run got the id {event.meta.run_id} (started by {state.started_by}): start yours again")
+        raise RunIdTaken(
+            f"another run got the id {event.meta.run_id} (started by {state.started_by}): start yours again"
+        )
     return state
 
 

@@ -1,6 +1,7 @@
 """An HTTP client of the traces program: state of runs, reports, SQL. Only the traces program opens the trace store."""
 
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -14,6 +15,10 @@ from replayground.streams.rules.lineage import Lineage
 
 if TYPE_CHECKING:
     from replayground.consumers.reconcile import PartitionComparison
+
+
+TOKEN_VARIABLE = "REPLAYGROUND_TOKEN"
+"environment variable with the token of `replayground tokens`, for a page that asks for one"
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
@@ -90,6 +95,7 @@ class TracesClient:
         try:
             return msgspec.json.decode(self._ask("/api/runs", None, timeout_seconds=30.0), type=list[RunEntry])
         except OSError as error:
+            _require_token(error)
             _close(error)
             return None
 
@@ -156,10 +162,20 @@ class TracesClient:
     def _ask(self, path: str, body: dict[str, Any] | None, timeout_seconds: float) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         query = "" if self._run_id is None else "?" + urllib.parse.urlencode({"run": self._run_id})
-        request = urllib.request.Request(self.url + path + query, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        if token := os.environ.get(TOKEN_VARIABLE):
+            headers["Authorization"] = f"Bearer {token}"
+        request = urllib.request.Request(self.url + path + query, data, headers)
         with urllib.request.urlopen(request, timeout=timeout_seconds) as response:
             answer: bytes = response.read()
             return answer
+
+
+def _require_token(error: OSError) -> None:
+    """Raises BadInput when the page asks for a token: waiting for it would not help."""
+    if isinstance(error, urllib.error.HTTPError) and error.code in (401, 403):
+        reason = _reason(error)
+        raise BadInput(f"the page refuses: {reason} (commands send what {TOKEN_VARIABLE} holds)") from error
 
 
 def _reason(error: OSError) -> str:

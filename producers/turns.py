@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import structlog
@@ -25,8 +25,9 @@ from replayground.producers.topology import AgentCatalog
 from replayground.sandboxes.protocol import SandboxFailed
 from replayground.sandboxes.tools.tool import Tool
 from replayground.sandboxes.workbench import Workbench
+from replayground.sandboxes.worlds.checks import CheckResult
 from replayground.schemas.errors import BadInput, LogUnavailable
-from replayground.schemas.events import EndedBy, RolloutEnded, RolloutRequested, RolloutStarted
+from replayground.schemas.events import EndedBy, RolloutEnded, RolloutRequested, RolloutStarted, WorldFinding
 from replayground.schemas.ids import now_microseconds
 from replayground.schemas.packed import pack_tokens
 
@@ -44,6 +45,7 @@ class _Ending:
     ended_by: EndedBy
     answer: str | None = None
     reason: str | None = None
+    findings: tuple[WorldFinding, ...] = ()
 
 
 async def play(
@@ -91,6 +93,7 @@ async def play(
         tokens_read=rollout.tokens_read,
         milliseconds=(time.monotonic() - began) * 1000,
         cost=rollout.tokens_sampled * COST_PER_TOKEN_SAMPLED + rollout.tokens_read * COST_PER_TOKEN_READ,
+        findings=list(end.findings),
     )
     emit(ended)
     return ended
@@ -127,7 +130,9 @@ async def _run_agents(rollout: Rollout, ensemble: Ensemble, cancel_handle: Cance
         # The bench inside the timeout: it sees the cancellation, so the pool throws away a sandbox that was cut off.
         async with asyncio.timeout(seconds_left) as timeout, rollout.bench:
             cancel_handle.bind(timeout)
-            return await _play_to_end(ensemble)
+            end = await _play_to_end(ensemble)
+            # While the sandboxes live: nothing of the world is left after that.
+            return replace(end, findings=tuple(map(_finding, await rollout.bench.check_world())))
     except TimeoutError:
         # A cancellation ends a rollout by moving its deadline to now.
         if cancel_handle.reason is not None:
@@ -148,6 +153,14 @@ async def _run_agents(rollout: Rollout, ensemble: Ensemble, cancel_handle: Cance
     except Exception as error:
         logger.exception("rollout_failed", trajectory_id=rollout.attempt.request.meta.trajectory_id)
         return _Ending("infra_error", reason=f"{type(error).__name__}: {error}")
+
+
+def _finding(found: CheckResult) -> WorldFinding:
+    # A file may hold half of a surrogate pair as a tool returns it, which Avro could not write.
+    text = found.content.encode("utf-8", "backslashreplace").decode()
+    return WorldFinding(
+        name=found.name, kind=found.kind, content=text, exit_code=found.exit_code, problem=found.problem
+    )
 
 
 async def _play_to_end(ensemble: Ensemble) -> _Ending:

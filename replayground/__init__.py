@@ -4,6 +4,7 @@ Task, Score, scorer, TrajectoryAssembled    tasks, and how an attempt is scored
 ExactMatch, GaiaMatch, NumericTolerance     built-in scorers, to be given settings (docs/scorers.md), and
 RegexMatch, JsonMatch, TableMatch           the parts of two of them: Checkpoint, Risk
 Checkpoints, ProcessConstraints, Composite
+SqlWorld, WorldChecks, Check, WorldFinding  what an attempt did to its world: changed rows, files, tests
 RiskPenalty, LengthPenalty, OverlongPenalty
 LlmJudge, HumanVerdict                      scorers that ask a model or people
 tool, Tool, ToolError, World, Table         tools of an agent, and the data in its sandbox
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     from replayground.sandbox import Sandbox
     from replayground.sandboxes.tools.tool import Tool, ToolError, tool
     from replayground.sandboxes.workbench import Observation
+    from replayground.sandboxes.worlds.checks import Check
     from replayground.sandboxes.worlds.world import Table, World
     from replayground.schemas.errors import BadInput, ReplaygroundError
-    from replayground.schemas.events import Task, TrajectoryAssembled
+    from replayground.schemas.events import Task, TrajectoryAssembled, WorldFinding
     from replayground.schemas.job import Job, Score, Scorer, load_job
     from replayground.scoring import scorer
     from replayground.streams.rules.judges import HumanVerdict, LlmJudge
@@ -45,11 +47,13 @@ if TYPE_CHECKING:
     from replayground.streams.rules.scorers.process import ProcessConstraints
     from replayground.streams.rules.scorers.regex import RegexMatch
     from replayground.streams.rules.scorers.risk import Risk, RiskPenalty
+    from replayground.streams.rules.scorers.stored_world import SqlWorld, WorldChecks
     from replayground.streams.rules.scorers.table import TableMatch
 
 __all__ = [
     "Agent",
     "BadInput",
+    "Check",
     "Checkpoint",
     "Checkpoints",
     "Composite",
@@ -81,6 +85,7 @@ __all__ = [
     "Scorer",
     "Series",
     "SqlResult",
+    "SqlWorld",
     "SubmissionResult",
     "Table",
     "TableMatch",
@@ -90,6 +95,8 @@ __all__ = [
     "ToolError",
     "TrajectoryAssembled",
     "World",
+    "WorldChecks",
+    "WorldFinding",
     "load_job",
     "scorer",
     "tool",
@@ -105,9 +112,10 @@ _NAMES_BY_MODULE = {
     "replayground.scoring": ("scorer",),
     "replayground.sandboxes.tools.tool": ("Tool", "ToolError", "tool"),
     "replayground.sandboxes.workbench": ("Observation",),
+    "replayground.sandboxes.worlds.checks": ("Check",),
     "replayground.sandboxes.worlds.world": ("Table", "World"),
     "replayground.schemas.errors": ("BadInput", "ReplaygroundError"),
-    "replayground.schemas.events": ("Task", "TrajectoryAssembled"),
+    "replayground.schemas.events": ("Task", "TrajectoryAssembled", "WorldFinding"),
     "replayground.streams.rules.judges": ("HumanVerdict", "LlmJudge"),
     "replayground.schemas.job": ("Job", "Score", "Scorer", "load_job"),
     "replayground.streams.rules.scorers.checkpoints": ("Checkpoint", "Checkpoints"),
@@ -120,6 +128,7 @@ _NAMES_BY_MODULE = {
     "replayground.streams.rules.scorers.process": ("ProcessConstraints",),
     "replayground.streams.rules.scorers.regex": ("RegexMatch",),
     "replayground.streams.rules.scorers.risk": ("Risk", "RiskPenalty"),
+    "replayground.streams.rules.scorers.stored_world": ("SqlWorld", "WorldChecks"),
     "replayground.streams.rules.scorers.table": ("TableMatch",),
 }
 _MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

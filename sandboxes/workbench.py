@@ -31,9 +31,12 @@ from replayground.sandboxes.protocol import Blob, ErrorKind, Sandbox, SandboxFai
 from replayground.sandboxes.tools.schema import complaint
 from replayground.sandboxes.tools.tool import Tool, parts_apart
 from replayground.sandboxes.worlds import perturbations
+from replayground.sandboxes.worlds.checks import Check, CheckResult, changed_tables, run_command, text_of
 from replayground.sandboxes.worlds.world import World, set_up_world
 
 EMPTY_WORLD = World(name="empty")
+_CHECK_SESSION = "(checks)"
+"no agent: their code can neither read nor stop what runs in it"
 # Far below where the encoders here and inside raise a RecursionError, which depends on who calls them.
 ARGUMENTS_DEPTH_MAX = 100
 ARGUMENTS_BYTES_MAX = 4 * MEBIBYTE
@@ -124,6 +127,48 @@ class Workbench:
             return Observation(perturbations.BUSY_CONTENT, True, "tool", perturbation, trouble.wait_milliseconds)
         result = await self._run(tool, arguments, index, session)
         return self._observe(result, trouble, tool, arguments)
+
+    async def check_world(self) -> list[CheckResult]:
+        """What the checks of the world find, now that the agents have ended. Raises SandboxFailed only."""
+        return [await self._check(check) for check in self.world.checks]
+
+    async def _check(self, check: Check) -> CheckResult:
+        blank = CheckResult(name=check.name, kind=check.kind)
+        try:
+            if check.kind == "tables":
+                return msgspec.structs.replace(blank, content=await self._changed_tables(check))
+            if check.kind == "file":
+                data = await (await self._open_with_files()).get(check.path)
+                return msgspec.structs.replace(blank, content=text_of(data))
+            return msgspec.structs.replace(blank, **await self._run_command(check))
+        # What agents left behind: no such file, a full disk, a database that is none.
+        except (OSError, ValueError) as error:
+            return msgspec.structs.replace(blank, problem=str(error))
+
+    async def _changed_tables(self, check: Check) -> str:
+        """Raises OSError when they cannot be read."""
+        prepared = self._prepared.get("tables" in self._parts_apart)
+        # Without a call of a tool that needs them, they were never set up: then nothing has changed.
+        if prepared is None or "tables" not in prepared.parts_set_up or not self.world.tables:
+            return "{}"
+        arguments = {"before": self.world.part("tables")}
+        content = await self._call_check(prepared.sandbox, changed_tables.name, arguments, check)
+        _decoded(content)
+        return content
+
+    async def _run_command(self, check: Check) -> dict[str, Any]:
+        """Raises OSError when it cannot be run, or does not end."""
+        sandbox = await self._open_with_files()
+        files = msgspec.to_builtins(check.files)
+        arguments = {"command": check.command, "files": files, "timeout_seconds": check.timeout_seconds}
+        done = _decoded(await self._call_check(sandbox, run_command.name, arguments, check))
+        return {"exit_code": int(done["exit_code"]), "content": str(done["output"])}
+
+    async def _call_check(self, sandbox: Sandbox, tool: str, arguments: Mapping[str, Any], check: Check) -> str:
+        result = await sandbox.call(tool, arguments, f"check-{check.name}", _CHECK_SESSION)
+        if result.is_error:
+            raise OSError(result.content)
+        return result.content
 
     def _refusal(self, tool: str, arguments: Mapping[str, Any]) -> str | None:
         if tool not in self.tools:
@@ -220,6 +265,14 @@ class Workbench:
             milliseconds=result.milliseconds + trouble.wait_milliseconds,
             blobs=result.blobs,
         )
+
+
+def _decoded(content: str) -> Any:
+    """The result of a check. ValueError when the limits of the sandbox have cut it."""
+    try:
+        return msgspec.json.decode(content)
+    except msgspec.MsgspecError:
+        raise ValueError(f"its result of {len(content)} characters was cut: raise output_bytes_max") from None
 
 
 def is_deeper_than(value: Any, depth_max: int) -> bool:

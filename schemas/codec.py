@@ -129,7 +129,7 @@ class Codec:
 
     def __init__(self, registry: Registry, blobs: Blobs) -> None:
         self._registry = registry
-        self._blobs = blobs
+        self.blobs = blobs
         # Unlocked: threads that miss the same entry at once store equal ones.
         self._writers: dict[type[Event], _Writer] = {}
         self._spill_writers: dict[str, _Writer] = {}
@@ -161,7 +161,7 @@ class Codec:
     def spill(self, event: Event, data: bytes) -> bytes:
         """Stores wire bytes of an event as a blob; returns those of its Spilled record. Raises BlobsUnavailable."""
         # The blob first: an event must never refer to a blob that is not durable.
-        uri, sha256 = self._blobs.put(data)
+        uri, sha256 = self.blobs.put(data)
         spilled = Spilled(type(event).__name__, uri, sha256, len(data), event.meta.run_id)
         return self._spill_writers[TOPIC_BY_EVENT[type(event)].name].write(spilled)
 
@@ -226,7 +226,7 @@ class Codec:
 
     def _fetch(self, spilled: Spilled) -> bytes:
         try:
-            return self._blobs.get(spilled.uri, spilled.sha256)
+            return self.blobs.get(spilled.uri, spilled.sha256)
         except BlobDamaged as error:
             raise Undecodable(str(error)) from error
 

@@ -23,6 +23,7 @@ StepKind = Literal["initial", "sft", "grpo"]
 WeightsKind = Literal["full", "lora", "delta"]
 RunKind = Literal["practise", "replay", "retrain", "sft", "eval"]
 JudgedBy = Literal["model", "human"]
+FindingKind = Literal["tables", "file", "command"]
 EndReason = Literal["finished", "stopped", "failed", "taken_over"]
 Command = Literal["pause", "resume", "drain", "hold", "release", "cancel"]
 RetiredCommand = Literal["promote", "roll_back"]
@@ -258,6 +259,20 @@ class AgentMessaged(Event, frozen=True, kw_only=True):
     "why a new context begins: an agent was spoken to for the first time, or its old one could not be extended id by id"
 
 
+class WorldFinding(Value, frozen=True, kw_only=True):
+    """What a check of the world found in the sandboxes when the agents had ended."""
+
+    name: str
+    "of the check"
+    kind: FindingKind
+    content: str
+    "tables: the rows that changed, as JSON; file: its text; command: the end of its output"
+    exit_code: int | None = None
+    "of a command"
+    problem: str | None = None
+    "why there is no result; what the agents left behind is the cause"
+
+
 class RolloutEnded(Event, frozen=True, kw_only=True):
     """The attempt is over. Its seq says how many messages there are."""
 
@@ -271,6 +286,9 @@ class RolloutEnded(Event, frozen=True, kw_only=True):
     tokens_read: int
     milliseconds: float
     cost: float
+    # Added after release 0.1.0.
+    findings: list[WorldFinding] = []
+    "what the checks of the world found; empty without checks, and when the attempt was cut off"
 
 
 class Segment(Value, frozen=True, kw_only=True):
@@ -335,6 +353,8 @@ class TrajectoryAssembled(Event, frozen=True, kw_only=True):
     # Added after release 0.1.0.
     contexts: list[Context] = []
     "where each agent's own view begins in `tokens`, in order, the first at 0; empty = one context, as of one agent"
+    findings: list[WorldFinding] = []
+    "what the checks of the world found when the agents had ended, for scorers that look at more than the transcript"
 
 
 class RewardAssigned(Event, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 _PROGRAM = re.compile(r"(replayground|make|mkdocs|(\.venv/bin/)?(python3?|replayground|pytest))( |$)")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 _PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join((*FOLDERS, 'docs'))})/[\w./*-]*[\w*/]")
+_TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 _MODULE = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:\.\w+)+")
 
 
@@ -183,6 +184,8 @@ def test_paths_and_modules_exist(page: Path) -> None:
     text = page.read_text()
     paths = {path.rstrip(".") for path in _PATH.findall(text)}
     assert sorted(path for path in paths if not _exists(path)) == []
+    tests = set(_TEST.findall(text))
+    assert sorted((file, name) for file, name in tests if name not in _defined_in(PROJECT / file)) == []
     names = {span for span in _SPAN.findall(_FENCE.sub("", text)) if _MODULE.fullmatch(span)}
     assert sorted(name for name in names if name not in _settings() and not _is_defined(name)) == []
 

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from safetensors.torch import save as save_safetensors
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from replayground.schemas.errors import BadInput
+from replayground.schemas.errors import BadInput, BlobDamaged
 from replayground.schemas.job import Job
 from replayground.trainer.config import ModelSettings
 from replayground.trainer.tokenizer import END, fit_tokenizer, tokenizer_config
+from replayground.trainer.weights_file import StoredTensors, write_float32
 
 WEIGHTS = "model.safetensors"
 # Files that are copied from a given model folder if they exist: vLLM and transformers read them.
@@ -77,7 +76,7 @@ def read_model(folder: Path, into: Path) -> None:
             shutil.copyfile(folder / name, into / name)
     # Both names: older releases of transformers read torch_dtype.
     (into / "config.json").write_bytes(_json({**config, "dtype": "float32", "torch_dtype": "float32"}))
-    save_file(weights, into / WEIGHTS, metadata={"format": "pt"})
+    write_float32(weights, into / WEIGHTS)
 
 
 def _config(settings: ModelSettings, vocabulary_size: int, end: int | None) -> dict[str, Any]:
@@ -138,11 +137,11 @@ def _config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _weights_of(folder: Path) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = {}
-    for path in _shards(folder):
-        weights.update(_read_checked(path, load_file))
-    return {name: tensor.to(torch.float32).contiguous() for name, tensor in weights.items()}
+def _weights_of(folder: Path) -> StoredTensors:
+    try:
+        return StoredTensors(list(_shards(folder)))
+    except BlobDamaged as error:
+        raise BadInput(str(error)) from error
 
 
 def _shards(folder: Path) -> Iterator[Path]:
@@ -157,8 +156,6 @@ def _read_checked(path: Path, read: Callable[[Path], Any]) -> Any:
         raise BadInput(f"model folder {path.parent} has no {path.name}: give a Hugging Face model folder")
     try:
         return read(path)
-    except SafetensorError as error:
-        raise BadInput(f"{path} is not a safetensors file: {error}") from error
     # tokenizers raises bare Exception for a file it cannot read.
     except Exception as error:
         raise BadInput(f"{path} cannot be read: {type(error).__name__}: {error}") from error

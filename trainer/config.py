@@ -54,6 +54,20 @@ class SftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     "share of the learning rates that the cosine ends at"
     gradient_clip: float = 1.0
     "greatest norm of a gradient"
+    check_demonstrations: int = 0
+    "trajectories that are not trained on, to check whether what was read is copied exactly; 0 = no check"
+    check_accuracy_min: float = 0.95
+    "share of turns with copied text that must be exact; below it, more steps follow"
+    check_rounds_max: int = 3
+    "how often more steps follow at most; after that, practice begins all the same"
+    check_steps: int = 300
+    "steps of such a round, with a warm-up and a cosine of its own"
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.check_accuracy_min <= 1, "check_accuracy_min is a share: 0 to 1")
+        for name in ("check_demonstrations", "check_rounds_max"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        _require(self.check_steps >= 1, "check_steps must be at least 1")
 
 
 class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,6 +152,21 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
 
+class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Low-rank adapters instead of full weights, in the file format of PEFT. TOML section [trainer.lora]."""
+
+    rank: int = 0
+    "of the two factors of each update; 0 = all weights are trained"
+    alpha: float = 16.0
+    "updates are scaled by alpha / rank"
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    "last names of the linear layers that get an adapter"
+
+    def __post_init__(self) -> None:
+        _require(self.rank >= 0, "rank must not be negative")
+        _require(self.rank == 0 or bool(self.targets), "targets must name a layer")
+
+
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer program. TOML section [trainer]."""
 
@@ -149,6 +178,10 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "the cold start"
     grpo: GrpoSettings = field(default_factory=GrpoSettings)
     "the learning rule"
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    "adapters instead of full weights"
+    gradient_checkpointing: bool = False
+    "layers of a Llama are computed again for the gradient instead of being kept: less memory, about a third more time"
     threads: int = 1
     "threads of torch; two on busy cores were 6 to 50 times slower than one"
 

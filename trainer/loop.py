@@ -5,10 +5,11 @@
     version 0 and demonstrations wanted ─► wait for them ─► engine.sft ─► publish version 1
     each BatchCut ─► read its trajectories ─► engine.grpo ─► blobs, then StepTaken + WeightsPublished + offset as one
 
-Modules: config (settings), batch and loss (what is learned), engines (how it is computed), publish (blobs and events),
-retention (which older versions are removed). Nothing is kept outside of the log and the blobs: a restart loads the
-newest version and continues, and a batch that was already trained on is skipped. With each version a snapshot is
-written that says from where on to look for the newest version, so a restart does not read all of them.
+Modules: config (settings), phases (which versions are made how), batch and loss (what is learned), engines (how it is
+computed), publish (blobs and events), retention (which older versions are removed), refusal (steps that cannot be
+taken). Nothing is kept outside of the log and the blobs: a restart loads the newest version and continues, and a batch
+that was already trained on is skipped. With each version a snapshot is written that says from where on to look for the
+newest version, so a restart does not read all of them.
 
 train_sft is the same program with another end: one SFT phase on trajectories that the caller selected.
 """
@@ -26,7 +27,6 @@ from replayground.schemas.blobs import Blobs, open_blobs
 from replayground.schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, ReplaygroundError
 from replayground.schemas.events import (
     BatchCut,
-    BatchMember,
     Position,
     Probe,
     StepKind,
@@ -48,11 +48,12 @@ from replayground.streams.log.weights import (
     weights_on_log,
     weights_snapshot,
 )
-from replayground.streams.rules.reward import PASS_MARK, passes
+from replayground.streams.rules.reward import member_passed
 from replayground.trainer.base_model import base_model
 from replayground.trainer.batch import counting_only
 from replayground.trainer.config import GrpoSettings, TrainerSettings
 from replayground.trainer.engines.protocol import Engine, GrpoBatch, StepRefused, StepReport
+from replayground.trainer.phases import Phase, practice_phases, sft_phases
 from replayground.trainer.publish import Publisher, probe_of, probe_tokens
 from replayground.trainer.refusal import pause_until_resumed
 from replayground.trainer.retention import Retention
@@ -213,19 +214,34 @@ class _TrainingLoop:
     pauses_when_refused: bool = True
 
     def go(self) -> None:
-        with self._writing() as (transactor, batches):
-            version = self._load_or_create(transactor, batches)
-            if version == 0 and self.run.job.has_cold_start:
-                version = self._learn(version, self._demonstrations, transactor, batches)
-            self._practise(version, transactor, batches)
+        """All phases of practice; returns only when stopped."""
+        self._go_through(practice_phases(self.run.job), self._demonstrations)
+        while True:
+            # Not returned from: the supervisor would start the program again.
+            self.program_metrics.detail = f"done: {self.run.job.steps} steps taken"
+            self._pause(_POLL_SECONDS)
 
     def learn_from(self, demonstrations: Callable[[], Sequence[TrajectoryAssembled]]) -> int:
         """One SFT phase instead of practice. Returns the version that it made, now or before a restart."""
-        copied = self.run.job.copied_version
+        return self._go_through(sft_phases(self.run.job), demonstrations)
+
+    def _go_through(self, phases: Sequence[Phase], demonstrations: Callable[[], Sequence[TrajectoryAssembled]]) -> int:
+        """Makes the versions that are left of some phases, the last of which must end. Returns the newest version."""
         with self._writing() as (transactor, batches):
-            version = self._load_or_create(transactor, batches)
-            if version == (copied.version if copied is not None else 0):
-                version = self._learn(version, demonstrations, transactor, batches)
+            version = self._load_newest()
+            for phase in phases:
+                if phase.is_done(version):
+                    continue
+                match phase.kind:
+                    case "initial":
+                        version = self._create(transactor, batches)
+                    case "sft":
+                        assert version == phase.first - 1, "phases follow each other without a gap"
+                        version = self._learn(version, demonstrations, transactor, batches)
+                    case "grpo":
+                        assert version is not None, "practice needs weights to begin with"
+                        version = self._practise(version, phase.last, transactor, batches)
+        assert version is not None, "the first phase makes a version"
         return version
 
     @contextmanager
@@ -251,13 +267,17 @@ class _TrainingLoop:
             if self.retention is not None:
                 self.retention.close()
 
-    def _load_or_create(self, transactor: Transactor, batches: Reader) -> int:
-        """Loads the newest version, or publishes the first one. Returns its number."""
+    def _load_newest(self) -> int | None:
+        """Loads the newest version and returns its number; None when there is none."""
         newest = self._newest()
-        if newest is not None:
-            self._load(newest)
-            self._report_version(newest.version)
-            return newest.version
+        if newest is None:
+            return None
+        self._load(newest)
+        self._report_version(newest.version)
+        return newest.version
+
+    def _create(self, transactor: Transactor, batches: Reader) -> int:
+        """Publishes the first version. Returns its number."""
         copied = self.run.job.copied_version
         if copied is not None:
             return self._copy(copied, transactor, batches)
@@ -313,19 +333,16 @@ class _TrainingLoop:
         report.seconds["read"] = read_seconds
         return self._publish("sft", base_version, base_version + 1, report, transactor, batches)
 
-    def _practise(self, version: int, transactor: Transactor, batches: Reader) -> None:
+    def _practise(self, version: int, last: int | None, transactor: Transactor, batches: Reader) -> int:
+        """Takes steps up to the last version, without one until stopped. Returns the newest version."""
         first = self.run.job.first_version
         if self.settings.grpo.reference_weight:
             self._set_reference(first)
-        while True:
-            if self.run.job.steps and version - first >= self.run.job.steps:
-                # Not returned from: the supervisor would start the program again.
-                self.program_metrics.detail = f"done: {self.run.job.steps} steps taken"
-                self._pause(_POLL_SECONDS)
-                continue
+        while last is None or version < last:
             self.program_metrics.detail = f"waiting for batch {version - first}"
             batch = self._next_batch(version, batches)
             version = self._step_until_taken(batch, transactor, batches)
+        return version
 
     def _step_until_taken(self, batch: BatchCut, transactor: Transactor, batches: Reader) -> int:
         """Takes the step of a batch. A step that is refused pauses the run until somebody resumes it, and is then taken
@@ -391,7 +408,7 @@ class _TrainingLoop:
                 trajectories=trajectories,
                 rewards=[member.reward for member in batch.members],
                 advantages=[member.advantage for member in batch.members],
-                passed=[_has_passed(member) for member in batch.members],
+                passed=[member_passed(member) for member in batch.members],
                 index=batch.index,
                 learning_rate_share=learning_rate_share(batch.index, self.run.job.steps, self.settings.grpo),
             )
@@ -425,7 +442,9 @@ class _TrainingLoop:
         # nothing names, which a sweep removes (decision 0011).
         files, checkpoint_files = self.publisher.store(saved), self.publisher.store(checkpoint)
         report.seconds.update({"checkpoint": ready - began, "publish": time.monotonic() - ready})
-        published = self.publisher.weights_published(base_version, version, files, checkpoint_files, probe, batch_id)
+        published = self.publisher.weights_published(
+            *(base_version, version, files, checkpoint_files, probe, self.engine.kind), batch_id
+        )
         return self._announce(kind, published, report, transactor, batches, batch_id)
 
     def _probe(self, files: Mapping[str, Path]) -> Probe:
@@ -547,11 +566,6 @@ def learning_rate_share(index: int, job_steps: int, settings: GrpoSettings) -> f
     if steps == 0:
         return warm
     return warm * (settings.final_share + (1.0 - settings.final_share) * (1.0 - min(taken, steps) / steps))
-
-
-def _has_passed(member: BatchMember) -> bool:
-    # Older events do not say it. Their rewards are those of scorers without a mark of their own.
-    return bool(passes(member.reward, PASS_MARK) if member.passed is None else member.passed)
 
 
 def _batch_metrics(batch: BatchCut) -> dict[str, float]:

@@ -10,7 +10,16 @@ from tokenizers import Tokenizer
 
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import Meta, Probe, StepKind, StepTaken, VersionAddress, WeightsFile, WeightsPublished
+from replayground.schemas.events import (
+    Meta,
+    Probe,
+    StepKind,
+    StepTaken,
+    VersionAddress,
+    WeightsFile,
+    WeightsKind,
+    WeightsPublished,
+)
 from replayground.schemas.ids import derived_id
 from replayground.schemas.job import Job
 from replayground.schemas.packed import pack_logprobs, pack_tokens
@@ -89,13 +98,14 @@ class Publisher:
         files: list[WeightsFile],
         checkpoint: list[WeightsFile],
         probe: Probe,
+        kind: WeightsKind,
         batch_id: str | None = None,
     ) -> WeightsPublished:
         return WeightsPublished(
             meta=self._meta("WeightsPublished", "weights", "weights", base_version, new_version, batch_id),
             version=new_version,
             base_version=base_version,
-            kind="full",
+            kind=kind,
             files=files,
             checkpoint=checkpoint,
             batches=[] if batch_id is None else [batch_id],
@@ -104,9 +114,9 @@ class Publisher:
 
     def copy_of(self, source: WeightsPublished, probe: Probe) -> WeightsPublished:
         """A version of another run as a version of this one, with the same number and files."""
-        made = self.weights_published(None, source.version, source.files, source.checkpoint, probe)
+        made = self.weights_published(None, source.version, source.files, source.checkpoint, probe, source.kind)
         address = VersionAddress(run_id=source.meta.run_id, version=source.version)
-        return msgspec.structs.replace(made, kind=source.kind, copied_from=address)
+        return msgspec.structs.replace(made, copied_from=address)
 
     def _meta(
         self, kind: str, category: str, topic: str, base_version: int | None, new_version: int, batch_id: str | None

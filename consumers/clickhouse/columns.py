@@ -56,6 +56,7 @@ _PLACE = _columns(
     ("attempt_id", "Nullable(String)", "the attempt it belongs to"),
     ("seq", "Nullable(Int32)", "place in the attempt: 0, 1, 2 …"),
     ("sender", _NAME, "who wrote the event"),
+    ("causation_id", "Nullable(String)", "the event that caused it"),
     ("timestamp", "Int64", "microseconds since the epoch, event time"),
     ("time", "DateTime64(6, 'UTC') ALIAS fromUnixTimestamp64Micro(timestamp, 'UTC')", "event time in UTC"),
     ("purpose", _NAME_OR_NULL, "train, eval, demonstrate or replay"),
@@ -69,7 +70,6 @@ _ENVELOPE = _columns(
     ("priority", "Int32", "as its sender set it"),
     ("headers", "Map(String, String)", "carries the W3C traceparent"),
     ("correlation_id", "Nullable(String)", "the request that it answers"),
-    ("causation_id", "Nullable(String)", "the event that caused it"),
     ("idempotency_key", "Nullable(String)", "the same for repeats of one request"),
 )
 _SHOWN_WITH_TEXTS = _columns(

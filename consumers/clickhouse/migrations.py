@@ -10,7 +10,8 @@ the envelope, is added to existing stores when they are opened.
 """
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from msgspec import inspect
 
 from replayground.consumers.clickhouse.columns import ORDER, TABLES_STORED, Table, columns_of
 from replayground.consumers.clickhouse.rows import UNDECODABLE, Row, encode_rows, event_row
+from replayground.consumers.clickhouse.views import SQL_BY_VIEW
 from replayground.consumers.clickhouse.views import TABLES as TABLES
 from replayground.schemas.errors import ReplaygroundError
 from replayground.schemas.events import EVENTS, Address, Event, Meta, SnapshotTaken, TrajectoriesSelected
@@ -98,16 +100,15 @@ LAST_ID = "argMaxIf(id, offset, type != 'undecodable')"
 # All facts of a run in one row of the projection. The condition is inside the aggregate for the same reason.
 RUN_FACTS = "groupArrayIf((offset, type, id, sender, timestamp, body), topic = 'runs')"
 
-# How far a table is on each partition, and its last event there: read at every start (TraceWriter).
-_STANDING = f"""PROJECTION IF NOT EXISTS standing
-    (SELECT topic, partition, max(offset), count(), {LAST_OFFSET}, {LAST_ID} GROUP BY topic, partition)"""
-# Rows by address instead of by run: for counting rows against the messages of a partition.
-_BY_PLACE = """PROJECTION IF NOT EXISTS by_place
-    (SELECT topic, partition, offset ORDER BY topic, partition, offset)"""
-# For the list of runs and the counters of the page, which are refreshed every few seconds.
-_BY_RUN = """PROJECTION IF NOT EXISTS by_run
-    (SELECT run_id, type, count(), min(timestamp), max(timestamp), max(version) GROUP BY run_id, type)"""
-_RUN_FACTS = f"PROJECTION IF NOT EXISTS run_facts (SELECT run_id, {RUN_FACTS} GROUP BY run_id)"
+_PROJECTIONS: Mapping[str, str] = {
+    # How far a table is on each partition, and its last event there: read at every start (TraceWriter).
+    "standing": f"(SELECT topic, partition, max(offset), count(), {LAST_OFFSET}, {LAST_ID} GROUP BY topic, partition)",
+    # Rows by address instead of by run: for counting rows against the messages of a partition.
+    "by_place": "(SELECT topic, partition, offset ORDER BY topic, partition, offset)",
+    # For the list of runs and the counters of the page, which are refreshed every few seconds.
+    "by_run": "(SELECT run_id, type, count(), min(timestamp), max(timestamp), max(version) GROUP BY run_id, type)",
+    "run_facts": f"(SELECT run_id, {RUN_FACTS} GROUP BY run_id)",
+}
 
 # By default ClickHouse refuses DELETE on a table with projections. reconcile deletes rows, and `rebuild` makes the
 # projections of the parts that it touches again.
@@ -119,7 +120,7 @@ _LAYOUT_1 = (
         f"ALTER TABLE events {change}"
         for change in (
             _REBUILD_PROJECTIONS,
-            *(f"ADD {added}" for added in (_STANDING, _BY_PLACE, _BY_RUN, _RUN_FACTS)),
+            *(f"ADD PROJECTION IF NOT EXISTS {name} {select}" for name, select in _PROJECTIONS.items()),
         )
     ),
 )
@@ -148,14 +149,16 @@ _FROM_2 = tuple(f"ALTER TABLE events DROP COLUMN IF EXISTS {name}" for name, *_ 
 
 _OLD = "events_before_3"
 "where the rows of layout 2 wait until all of them are in the tables of layout 3"
-_PROJECTIONS: Mapping[Table, tuple[str, ...]] = {
-    "events": (_STANDING, _BY_PLACE, _BY_RUN),
-    "payloads": (_STANDING, _RUN_FACTS),
+_PROJECTIONS_OF: Mapping[Table, tuple[str, ...]] = {
+    "events": ("standing", "by_place", "by_run"),
+    "payloads": ("standing", "run_facts"),
 }
 _SETTINGS = (
     # How many insert tokens ClickHouse remembers: what is sent again after a lost answer adds nothing (Store.insert).
     "non_replicated_deduplication_window = 10000",
     "lightweight_mutation_projection_mode = 'rebuild'",
+    # Nothing plans by them, and every insert would compute them.
+    "auto_statistics_types = ''",
     # Offsets are committed once their rows are inserted. Without these two a power cut loses such rows: ClickHouse
     # leaves it to the kernel when to write, which takes half a minute (decision 0030). Parts that were merged are kept
     # for eight minutes (old_parts_lifetime), so merges need no fsync.
@@ -164,17 +167,16 @@ _SETTINGS = (
 )
 
 
-def _create(table: Table) -> Iterator[str]:
-    columns = ", ".join(column.definition for column in columns_of(table))
-    indexes = ", ".join(
-        f"INDEX by_{name} {name}_id TYPE bloom_filter GRANULARITY 4" for name in ("trajectory", "group")
-    )
-    yield (
-        f"CREATE TABLE IF NOT EXISTS {table} ({columns}, {indexes}) ENGINE = MergeTree ORDER BY ({ORDER}) "
+def _create(table: Table) -> str:
+    parts = [
+        *(column.definition for column in columns_of(table)),
+        *(f"INDEX by_{name} {name}_id TYPE bloom_filter GRANULARITY 4" for name in ("trajectory", "group")),
+        *(f"PROJECTION {name} {_PROJECTIONS[name]}" for name in _PROJECTIONS_OF[table]),
+    ]
+    return (
+        f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(parts)}) ENGINE = MergeTree ORDER BY ({ORDER}) "
         f"SETTINGS {', '.join(_SETTINGS)}"
     )
-    for projection in _PROJECTIONS[table]:
-        yield f"ALTER TABLE {table} ADD {projection}"
 
 
 def _to_1(database: Database, progress: Progress) -> None:
@@ -194,12 +196,12 @@ def _back_to_1(database: Database, progress: Progress) -> None:
 
 
 def _to_3(database: Database, progress: Progress) -> None:
-    if not _exists(database, _OLD):
-        _run(database, (f"RENAME TABLE events TO {_OLD}",))
+    # Otherwise it was renamed by a migration that was interrupted.
+    if "body" in _columns_in(database, "events"):
+        _run(database, (f"DROP TABLE IF EXISTS {_OLD} SYNC", f"RENAME TABLE events TO {_OLD}"))
     # What an interrupted migration has left.
     _run(database, [f"DROP TABLE IF EXISTS {table} SYNC" for table in TABLES_STORED])
-    for table in TABLES_STORED:
-        _run(database, _create(table))
+    _run(database, map(_create, TABLES_STORED))
     ((total,),) = database.query(f"SELECT count() FROM {_OLD}").result_rows
     done = 0
     for rows in _old_rows(database):
@@ -211,18 +213,18 @@ def _to_3(database: Database, progress: Progress) -> None:
 
 
 def _back_to_2(database: Database, progress: Progress) -> None:
-    old = TABLE.replace("EXISTS events", f"EXISTS {_OLD}")
     names = ", ".join(f"`{name}`" for name in _COLUMNS_OF_1)
     chosen = ", ".join(f"heavy.`{name}`" if name == "body" else f"light.`{name}`" for name in _COLUMNS_OF_1)
     _run(
         database,
         (
             f"DROP TABLE IF EXISTS {_OLD} SYNC",
-            old,
+            TABLE.replace("EXISTS events", f"EXISTS {_OLD}"),
             f"INSERT INTO {_OLD} ({names}) SELECT {chosen} FROM payloads AS heavy INNER JOIN events AS light "
             "USING (topic, partition, offset)",
-            "DROP TABLE events SYNC",
-            f"RENAME TABLE {_OLD} TO events",
+            # At once: there is never a moment without a complete table.
+            f"EXCHANGE TABLES events AND {_OLD}",
+            f"DROP TABLE {_OLD} SYNC",
             "DROP TABLE payloads SYNC",
             *_LAYOUT_1,
             *_TO_2,
@@ -274,8 +276,7 @@ def migrate(database: Database, to: int = LAYOUT, progress: Progress = _ignore) 
             _record(database, migration)
             continue
         if standing == 0 and migration.number == 3:
-            for table in TABLES_STORED:
-                _run(database, _create(table))
+            _run(database, map(_create, TABLES_STORED))
         else:
             migration.up(database, progress)
         _record(database, migration)
@@ -286,28 +287,35 @@ def migrate(database: Database, to: int = LAYOUT, progress: Progress = _ignore) 
     if to == LAYOUT:
         _run(database, (f"DROP TABLE IF EXISTS {_OLD} SYNC",))
         _add_missing_columns(database)
+        _renew_views(database)
 
 
 def layout_of(database: Database) -> int:
     """The layout of the store, 0 when it is empty. Raises LayoutRefused when no release made it."""
+    recorded = 0
     if _exists(database, "migrations"):
-        ((number,),) = database.query("SELECT max(number) FROM migrations").result_rows
-        if number:
-            return int(number)
-    if _exists(database, _OLD):
+        ((recorded,),) = database.query("SELECT max(number) FROM migrations").result_rows
+    # Above 3 the record says it. Below, the tables do: layouts 1 and 2 have no record, and a migration that was
+    # interrupted, in either direction, is known by what it has left.
+    if recorded > 3:
+        return int(recorded)
+    columns = _columns_in(database, "events")
+    if "body" in columns or (columns and "load_seconds" not in columns):
+        _require_order(database)
+        return 2 if "scorer_set" in columns else 1
+    if _exists(database, _OLD) and (recorded < 3 or not columns):
         return 2
-    if not _exists(database, "events"):
-        return 0
-    # Layouts 1 and 2 have no record.
-    ((key,),) = database.query(
-        "SELECT sorting_key FROM system.tables WHERE database = currentDatabase() AND name = 'events'"
-    ).result_rows
+    return 3 if columns else 0
+
+
+def _require_order(database: Database) -> None:
+    asked = "SELECT sorting_key FROM system.tables WHERE database = currentDatabase() AND name = 'events'"
+    ((key,),) = database.query(asked).result_rows
     if key != ORDER:
         raise LayoutRefused(
             f"it was made by another release (its rows are ordered by {key}, not by {ORDER}): set [traces] dsn to "
             "another folder, or remove that one to have it filled again from the log"
         )
-    return 2 if "scorer_set" in _columns_in(database, "events") else 1
 
 
 def _record(database: Database, migration: Migration) -> None:
@@ -328,6 +336,17 @@ def _add_missing_columns(database: Database) -> None:
         )
 
 
+def _renew_views(database: Database) -> None:
+    """Makes the views that are not there, or that another release has made otherwise."""
+    asked = "SELECT name, comment FROM system.tables WHERE database = currentDatabase() AND engine = 'View'"
+    there = dict(database.query(asked).result_rows)
+    # In order: a view may select from one before it.
+    for name, sql in SQL_BY_VIEW.items():
+        digest = hashlib.sha256(sql.encode()).hexdigest()
+        if there.get(name) != digest:
+            database.command(f"CREATE OR REPLACE VIEW {name} AS {sql} COMMENT '{digest}'")
+
+
 def _drop_views(database: Database) -> None:
     views = database.query(
         "SELECT name FROM system.tables WHERE database = currentDatabase() AND engine = 'View'"
@@ -344,7 +363,7 @@ def _columns_in(database: Database, table: str) -> set[str]:
     return {name for (name,) in database.query(asked, {"table": table}).result_rows}
 
 
-def _run(database: Database, statements: Sequence[str] | Iterator[str]) -> None:
+def _run(database: Database, statements: Iterable[str]) -> None:
     for statement in statements:
         database.command(statement)
 

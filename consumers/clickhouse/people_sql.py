@@ -48,6 +48,11 @@ class PeopleSql:
         loop, wall = self._started()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(wall, sql, run_id, person), loop))
 
+    @property
+    def waiting(self) -> int:
+        """Statements that run or wait."""
+        return self._waiting.total()
+
     def close(self) -> None:
         """Ends all processes; statements that are running fail."""
         with self._lock:
@@ -90,4 +95,4 @@ def _wall(settings: TracesSettings, is_guarded: bool) -> Wall:
         return WalledProcesses(settings, is_guarded)
     from replayground.consumers.clickhouse.sql_server import ServerUser
 
-    return ServerUser(settings)
+    return ServerUser(settings, is_guarded)

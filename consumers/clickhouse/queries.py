@@ -276,29 +276,27 @@ ORDER BY turns DESC, trajectory_id LIMIT 1
 
 # --- lineage
 
-# The figures alone: bodies of steps hold many metrics. A step that is on the log twice counts once.
+# A step that is on the log twice counts once.
 STEPS_TO_VERSION = """
-SELECT version, JSONExtractString(body, 'kind') AS kind, JSONExtract(body, 'base_version', 'Nullable(Int64)') AS base_version,
-       JSONExtract(body, 'batch_id', 'Nullable(String)') AS batch_id,
-       toUInt64(JSONExtractFloat(body, 'metrics', 'groups')) AS groups,
-       toUInt64(JSONExtractFloat(body, 'metrics', 'trajectories')) AS trajectories,
-       JSONExtractString(body, 'code_hash') AS code_hash, JSONExtractString(body, 'config_hash') AS config_hash, timestamp
+SELECT version, kind, base_version, batch_id, toUInt64(metrics['groups']) AS groups,
+       toUInt64(metrics['trajectories']) AS trajectories, code_hash, config_hash, timestamp
 FROM events WHERE run_id = {run:String} AND type = 'StepTaken' AND version <= {version:Int64}
 ORDER BY version, offset LIMIT 1 BY version
 """
 
 WEIGHTS_FILES = """
-SELECT JSONExtractRaw(body, 'files') AS files FROM events
-WHERE run_id = {run:String} AND type = 'WeightsPublished' AND version = {version:Int64} ORDER BY offset LIMIT 1
+SELECT JSONExtractRaw(body, 'files') AS files FROM payloads
+WHERE run_id = {run:String} AND type = 'WeightsPublished' AND JSONExtractInt(body, 'version') = {version:Int64}
+ORDER BY offset LIMIT 1
 """
 
 BATCH = """
-SELECT id, run_id, causation_id, timestamp, body FROM events
+SELECT id, run_id, causation_id, timestamp, body FROM payloads
 WHERE run_id = {run:String} AND type = 'BatchCut' AND id = {batch:String} ORDER BY offset LIMIT 1
 """
 
 GROUPS_NAMED = """
-SELECT id, run_id, group_id, task_id, timestamp, body FROM events
+SELECT id, run_id, group_id, task_id, timestamp, body FROM payloads
 WHERE run_id = {run:String} AND type = 'GroupCompleted' AND group_id IN {groups:Array(String)}
 ORDER BY partition, offset LIMIT 1 BY id
 """
@@ -306,16 +304,14 @@ ORDER BY partition, offset LIMIT 1 BY id
 # Without the bodies of trajectories, which hold their tokens. `places` are pairs of integers, written into the text.
 PLAYED = """
 SELECT run_id, partition, offset, trajectory_id, group_id, task_id, attempt_id, purpose, ended_by,
-       JSONExtract(body, 'policy_version_oldest', 'Nullable(Int64)') AS policy_version,
-       JSONExtract(body, 'answer', 'Nullable(String)') AS answer, JSONExtractString(body, 'task', 'prompt') AS prompt
-FROM events WHERE run_id IN {runs:Array(String)} AND type = 'TrajectoryAssembled'
+       policy_version_oldest AS policy_version, answer, prompt
+FROM payloads WHERE run_id IN {runs:Array(String)} AND type = 'TrajectoryAssembled'
 """
 
 JUDGED = """
-SELECT run_id, attempt_id, JSONExtractString(body, 'scorer') AS scorer,
-       JSONExtractString(body, 'scorer_version') AS scorer_version, score, ifNull(weight, 0) AS weight, verdict,
-       substring(JSONExtractString(body, 'evidence'), 1, 300) AS evidence
-FROM events WHERE run_id IN {runs:Array(String)} AND type = 'RewardAssigned' AND trajectory_id IN {trajectories:Array(String)}
+SELECT run_id, attempt_id, scorer, scorer_version, score, ifNull(weight, 0) AS weight, verdict,
+       substring(evidence, 1, 300) AS evidence
+FROM payloads WHERE run_id IN {runs:Array(String)} AND type = 'RewardAssigned' AND trajectory_id IN {trajectories:Array(String)}
 ORDER BY partition, offset LIMIT 1 BY id
 """
 
@@ -325,23 +321,27 @@ WHERE run_id = {run:String} AND type = 'TrajectoryAssembled' AND purpose = 'demo
 GROUP BY trajectory_id ORDER BY trajectory_id
 """
 
-# Batches name their members in the body. The search for the id skips all others without parsing them.
 BATCHES_WITH = """
-SELECT run_id, id, JSONExtractInt(body, 'base_version') AS base_version,
-       arrayFirst(member -> JSONExtractString(member, 'trajectory_id') = {trajectory:String},
-                  JSONExtractArrayRaw(body, 'members')) AS member
-FROM events WHERE type = 'BatchCut' AND position(body, {trajectory:String}) > 0
+SELECT run_id, id, base_version, indexOf(member_trajectories, {trajectory:String}) AS at, member_rewards[at] AS reward,
+       member_advantages[at] AS advantage, member_partitions[at] AS partition_of, member_offsets[at] AS offset_of
+FROM events WHERE type = 'BatchCut' AND has(member_trajectories, {trajectory:String})
 ORDER BY offset LIMIT 1 BY id
 """
 
 STEPS_OF_BATCHES = """
-SELECT run_id, version, JSONExtractString(body, 'batch_id') AS batch_id FROM events
+SELECT run_id, version, ifNull(batch_id, '') AS batch_id FROM events
 WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND version IN {versions:Array(Int64)}
 ORDER BY offset LIMIT 1 BY run_id, version
 """
 
+# Grouped by type too, so that the projection by_run answers it.
+NEWEST_VERSIONS = """
+SELECT run_id, max(version) AS newest FROM events
+WHERE run_id IN {runs:Array(String)} AND type = 'WeightsPublished' GROUP BY run_id, type
+"""
+
 SFT_STEPS = """
 SELECT run_id, version FROM events
-WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND JSONExtractString(body, 'kind') = 'sft'
+WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND kind = 'sft'
 ORDER BY offset LIMIT 1 BY run_id, version
 """

@@ -30,8 +30,7 @@ _FUNCTIONS_REFUSED = frozenset(_REFUSED.split())
 _PREFIXES_REFUSED = ("dict", "ai")
 # Table functions that compute their rows.
 _COMPUTED = (
-    "numbers numbers_mt zeros zeros_mt generateseries generate_series generaterandom values view viewexplain format "
-    "null primes"
+    "numbers numbers_mt zeros zeros_mt generateseries generate_series generaterandom values view viewexplain format"
 )
 _TABLE_FUNCTIONS = frozenset(_COMPUTED.split())
 _TAKE_FUNCTIONS = ("array", "map")
@@ -68,7 +67,8 @@ def _nodes(tree: str) -> Iterator[_Node]:
 
 def _reason(nodes: list[_Node], at: int) -> str | None:
     depth, kind, name = nodes[at]
-    if kind == "Set":
+    # Settings of EXPLAIN itself (indexes = 1) are right below it.
+    if kind == "Set" and not (depth == 1 and nodes[0][1] == "Explain"):
         return "SETTINGS is not allowed here: the limits are those of [traces]"
     if kind.endswith("Query") and kind not in _QUESTIONS and kind != "TablesInSelectQuery":
         return _not_a_question(kind)

@@ -12,7 +12,10 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any, BinaryIO
+
+from replayground.consumers.clickhouse.sql_guard import refusal, too_long
 
 SNAPSHOT = "/snapshot"
 STORE = "/tmp/store"
@@ -47,9 +50,13 @@ def main() -> None:
     answers.write(b"ready\n")
     answers.flush()
     request = json.loads(sys.stdin.buffer.readline())
-    _limit(request)
+    _limit(request["cpu_seconds_max"])
     try:
-        result = _answer(_chdb, request)
+        session = Session(_chdb, request["database"])
+        if request["is_guarded"]:
+            session.require_question(request["sql"])
+        session.limit(request["settings"], request["run_id"])
+        result = session.run(request["sql"])
     except Refused as refused:
         answers.write(json.dumps({"error": str(refused)}).encode() + b"\n")
     else:
@@ -69,43 +76,40 @@ def _own_output() -> BinaryIO:
     return answers
 
 
-def _limit(request: dict[str, Any]) -> None:
+def _limit(seconds: int) -> None:
     """By the kernel, for what ClickHouse's own limits do not interrupt."""
-    seconds = int(request["cpu_seconds_max"])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
 
 
-def _answer(chdb: Any, request: dict[str, Any]) -> bytes:
-    from replayground.consumers.clickhouse.sql_guard import refusal, too_long
+class Session:
+    """One connection to the copy of the store. A statement has one of its own."""
 
-    sql = request["sql"]
-    if reason := too_long(sql):
-        raise Refused(reason)
-    _lay_out()
-    connection = chdb.connect(STORE)
-    run = _Runner(connection)
-    # The copy is for this statement alone.
-    run("SYSTEM STOP MERGES")
-    run(f"USE {request['database']}")
-    if request["is_guarded"]:
-        # Parsed as a value first: EXPLAIN would run what stands behind a semicolon.
-        run(f"SELECT formatQuerySingleLine({quoted(sql)})")
-        if reason := refusal(run(f"EXPLAIN AST {sql}", "TSVRaw").decode(errors="replace")):
+    def __init__(self, chdb: Any, database: str) -> None:
+        _lay_out()
+        self._connection = chdb.connect(STORE)
+        # The copy is for questions alone.
+        self.run("SYSTEM STOP MERGES")
+        self.run(f"USE {database}")
+
+    def require_question(self, sql: str) -> None:
+        """The door. Raises Refused."""
+        reason = too_long(sql)
+        if reason is None:
+            # Parsed as a value first: EXPLAIN would run what stands behind a semicolon.
+            self.run(f"SELECT formatQuerySingleLine({quoted(sql)})")
+            reason = refusal(self.run(f"EXPLAIN AST {sql}", "TSVRaw").decode(errors="replace"))
+        if reason is not None:
             raise Refused(reason)
-    settings = OUTPUT | request["settings"]
-    if request["run_id"]:
-        tables = json.loads(run(TABLES_OF_RUNS))["data"]
-        settings["additional_table_filters"] = filters_of(tables, request["run_id"])
-    run("SET " + ", ".join(f"{name} = {value}" for name, value in settings.items()))
-    return run(sql, "JSONCompact")
 
+    def limit(self, settings: Mapping[str, str], run_id: str | None) -> None:
+        wanted = OUTPUT | dict(settings)
+        if run_id:
+            wanted["additional_table_filters"] = filters_of(json.loads(self.run(TABLES_OF_RUNS))["data"], run_id)
+        self.run("SET " + ", ".join(f"{name} = {value}" for name, value in wanted.items()))
 
-class _Runner:
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
-
-    def __call__(self, sql: str, form: str = "JSONCompact") -> bytes:
+    def run(self, sql: str, form: str = "JSONCompact") -> bytes:
+        """Raises Refused."""
         try:
             found: bytes = self._connection.query(sql, form).bytes()
             return found

@@ -46,10 +46,8 @@ _OVERHEAD_BYTES = 768 * MEBIBYTE
 _THREADS_MAX = 512
 # Where the jail shows our two files and the packages of chDB.
 _PROGRAM, _PACKAGES = "/program", "/packages"
-_START = (
-    f"import sys; sys.path[:0] = ['{_PROGRAM}', '{_PACKAGES}']; "
-    f"from {sql_process.__name__} import main; main()"
-)  # fmt: skip
+PATHS = f"import sys; sys.path[:0] = ['{_PROGRAM}', '{_PACKAGES}']"
+_START = f"{PATHS}; from {sql_process.__name__} import main; main()"
 
 _log = structlog.get_logger(__name__)
 
@@ -108,7 +106,7 @@ class WalledProcesses:
 
     async def _start(self) -> "_Process":
         folder = _folder_for_copy(self._copies)
-        process = _Process(folder, _jail(folder, self._filter.name, self._settings))
+        process = _Process(folder, jail(folder, self._filter.name, self._settings))
         try:
             await process.start()
         except BaseException:
@@ -177,7 +175,7 @@ class _Process:
     async def start(self) -> None:
         """Starts it and waits until it has loaded chDB. Raises SqlRefused when there can be no wall here."""
         try:
-            command = await self._held.enter_async_context(self._jail.launched(_command()))
+            command = await self._held.enter_async_context(self._jail.launched([python(), "-I", "-S", "-c", _START]))
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
@@ -249,7 +247,8 @@ def _folder_for_copy(parent: Path) -> Path:
     return folder
 
 
-def _jail(folder: Path, seccomp_file: str, settings: TracesSettings) -> Jail:
+def jail(folder: Path, seccomp_file: str, settings: TracesSettings, more: tuple[tuple[str, str], ...] = ()) -> Jail:
+    """The walls around a process that sees this folder as the copy of the store. `more` is readable too."""
     chdb = find_spec("chdb")
     assert chdb is not None
     assert chdb.origin is not None
@@ -261,6 +260,7 @@ def _jail(folder: Path, seccomp_file: str, settings: TracesSettings) -> Jail:
             *((str(packages / name), f"{_PACKAGES}/{name}") for name in ("chdb", "chdb_core.libs")),
             *((str(module.__file__), _inside(module.__name__)) for module in (sql_guard, sql_process)),
             (str(folder), sql_process.SNAPSHOT),
+            *more,
         ),
         seccomp_file=seccomp_file,
         memory_bytes_per_process_max=settings.sql_memory_bytes_max + 4 * _OVERHEAD_BYTES,
@@ -275,7 +275,6 @@ def _inside(module: str) -> str:
     return f"{_PROGRAM}/{module.replace('.', '/')}.py"
 
 
-def _command() -> list[str]:
+def python() -> str:
     # Not sys.executable: that of a virtual environment lies outside of what the jail shows.
-    python = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
-    return [str(python), "-I", "-S", "-c", _START]
+    return str(Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}"))

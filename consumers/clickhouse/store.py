@@ -23,7 +23,6 @@ from replayground.consumers.clickhouse.columns import TABLES_STORED, Table, colu
 from replayground.consumers.clickhouse.migrations import INSERT_SETTINGS, LayoutRefused, Progress, migrate
 from replayground.consumers.clickhouse.queries import ROWS_AT, standing_of
 from replayground.consumers.clickhouse.rows import Row, encode_rows
-from replayground.consumers.clickhouse.views import STATEMENTS
 from replayground.schemas.errors import BadInput, ReplaygroundError
 
 Place = tuple[str, int]
@@ -86,8 +85,6 @@ class Store:
             self._writing = self._connect()
             self._asking = self._connect()
             migrate(self._writing, **({} if progress is None else {"progress": progress}))
-            for statement in STATEMENTS:
-                self._writing.command(statement)
         except LayoutRefused as error:
             raise StoreFailed(f"the trace store {dsn} cannot be used: {error}") from error
         except ClickHouseError as error:
@@ -153,20 +150,23 @@ class Store:
         self._inserted.update(kinds.keys() | set(map(_run_and_kind, rows)))
         return sum(kinds.values())
 
+    def checksums(self, before: Mapping[Place, int] | None = None) -> dict[Table, tuple[int, int]]:
+        """Number of rows of each table, and the sum of their checksums: equal for stores of the same log. With
+        `before`, only of rows before these offsets."""
+        asked: dict[str, Any] = {}
+        condition = "1" if before is None else _within({place: (0, end) for place, end in before.items()}, asked)
+        return {
+            table: (int(rows), int(total))
+            for table in TABLES_STORED
+            for rows, total in self.ask(
+                f"SELECT count(), sum(toInt128({row_hash(table)})) FROM {table} WHERE {condition}", asked
+            ).rows
+        }
+
     def rows_between(self, stretches: Mapping[Place, tuple[int, int]]) -> int:
         """Number of rows of these partitions, each in its half-open range of offsets."""
-        conditions: list[str] = []
         asked: dict[str, Any] = {}
-        for number, ((topic, partition), (first, following)) in enumerate(stretches.items()):
-            # Names are bound by ClickHouse; integers can be formatted into the text.
-            asked[f"topic{number}"] = topic
-            conditions.append(
-                f"(topic = {{topic{number}:String}} AND partition = {int(partition)} "
-                f"AND offset >= {int(first)} AND offset < {int(following)})"
-            )
-        if not conditions:
-            return 0
-        return int(self.ask(f"SELECT count() FROM events WHERE {' OR '.join(conditions)}", asked).rows[0][0])
+        return int(self.ask(f"SELECT count() FROM events WHERE {_within(stretches, asked)}", asked).rows[0][0])
 
     def rows_at(self, place: Place, offsets: Sequence[int]) -> int:
         """Number of rows of a partition at these offsets."""
@@ -196,19 +196,6 @@ class Store:
             result = self._asking.query(sql, dict(parameters or {}), settings={"max_threads": self._threads, **_EXACT})
         except ClickHouseError as error:
             raise StoreFailed(f"the trace store could not answer: {error}") from error
-        return QueryResult(tuple(result.column_names), [tuple(row) for row in result.result_rows])
-
-    def ask_guarded(self, sql: str, settings: Mapping[str, Any]) -> QueryResult:
-        """Runs a checked query of a user, on a connection of its own. Raises StoreFailed."""
-        # Never reused: chDB was seen to return rows of one statement with the next result on the same connection.
-        try:
-            client = self._connect()
-            try:
-                result = client.query(sql, settings={"max_threads": self._threads, **settings, **_EXACT})
-            finally:
-                client.close()
-        except ClickHouseError as error:
-            raise StoreFailed(str(error)) from error
         return QueryResult(tuple(result.column_names), [tuple(row) for row in result.result_rows])
 
     @contextmanager
@@ -260,6 +247,33 @@ class Staging:
     def close(self) -> None:
         for name in self._names.values():
             self._client.command(f"DROP TABLE IF EXISTS {name} SYNC")
+
+
+def _within(stretches: Mapping[Place, tuple[int, int]], asked: dict[str, Any]) -> str:
+    """A condition: rows of these partitions, each in its half-open range of offsets. Adds its parameters to `asked`."""
+    conditions = ["0"]
+    for number, ((topic, partition), (first, following)) in enumerate(stretches.items()):
+        # Names are bound by ClickHouse; integers can be formatted into the text.
+        asked[f"topic{number}"] = topic
+        conditions.append(
+            f"(topic = {{topic{number}:String}} AND partition = {int(partition)} "
+            f"AND offset >= {int(first)} AND offset < {int(following)})"
+        )
+    return f"({' OR '.join(conditions)})"
+
+
+def migrate_store(dsn: str, database: str, to: int, progress: Progress) -> None:
+    """Brings a store to a layout, without opening it for use. Raises StoreFailed."""
+    try:
+        client = clickhouse_connect.get_client(dsn=dsn, database=database)
+        try:
+            migrate(client, to, progress)
+        finally:
+            client.close()
+    except LayoutRefused as error:
+        raise StoreFailed(f"the trace store {dsn} cannot be migrated: {error}") from error
+    except ClickHouseError as error:
+        raise StoreFailed(f"the trace store {dsn} was not migrated: {error}") from error
 
 
 def row_hash(table: Table) -> str:

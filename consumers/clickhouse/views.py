@@ -5,7 +5,7 @@ log twice with one id and is shown once; `run_id` is part of what makes it one, 
 the table and a question about one run reads no other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from replayground.consumers.clickhouse.columns import MEANINGS, Table, columns_of
@@ -31,27 +31,14 @@ class ViewDefinition:
     "name and meaning of each column, in order"
 
 
-_ENVELOPE = [
-    "id",
-    "run_id",
-    "session_id",
-    "task_id",
-    "group_id",
-    "trajectory_id",
-    "attempt_id",
-    "seq",
-    "time",
-    "timestamp",
-    "purpose",
-    "policy_version",
-    "topic",
-    "partition",
-    "offset",
-]
+_ENVELOPE = (
+    *("id", "run_id", "session_id", "task_id", "group_id", "trajectory_id", "attempt_id", "seq", "time", "timestamp"),
+    *("purpose", "policy_version", "topic", "partition", "offset"),
+)
 _PASS_AT = (1, 2, 3, 4, 5, 8, 10, 16, 32, 64)
 
 
-def _meanings(names: list[str], own: Mapping[str, str]) -> dict[str, str]:
+def _meanings(names: Iterable[str], own: Mapping[str, str]) -> dict[str, str]:
     return {name: own.get(name) or MEANINGS[name] for name in names}
 
 
@@ -255,9 +242,9 @@ ON observed.run_id = called.run_id AND observed.attempt_id = called.attempt_id A
 """
 
 _OF_SCORERS = {
-    "scorer_set": "names and versions of all scorers that judge together",
     "run_id": "the run",
     "session_id": "demonstrations, train, submitted, or one evaluation",
+    "scorer_set": "names and versions of all scorers that judge together",
     "purpose": "train, eval, demonstrate or replay",
 }
 _OF_MEMBER = {
@@ -571,8 +558,8 @@ _ALIASES = {"control": "controls"}
 TABLES: tuple[str, ...] = (*(view.name for view in VIEWS), *_ALIASES)
 "what the SQL of a user may read (sql_guard)"
 
-STATEMENTS: tuple[str, ...] = (
-    *(f"CREATE OR REPLACE VIEW {view.name} AS {view.sql}" for view in VIEWS if view.sql),
-    *(f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {view}" for name, view in _ALIASES.items()),
-)
-"run whenever the store is opened, after the migrations"
+SQL_BY_VIEW: dict[str, str] = {
+    **{view.name: view.sql for view in VIEWS if view.sql},
+    **{name: f"SELECT * FROM {view}" for name, view in _ALIASES.items()},
+}
+"""what makes each view, in an order in which they can be made"""

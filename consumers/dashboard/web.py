@@ -1,10 +1,12 @@
 """The web server of the traces program: the HTTP interface under /api, and the page.
 
-It listens on loopback unless [traces] bind is set. Every request but /api/runs takes ?run=ID; without it, it is about
-the newest run unless noted. An error is {"error": one sentence}: 404 for an unknown run, 400 for other bad input.
+It listens on loopback unless [traces] bind is set, and then asks for a token (dashboard.access). Every request but
+/api/runs takes ?run=ID; without it, it is about the newest run unless noted. A POST carries JSON. An error is
+{"error": one sentence}: 404 for an unknown run, 401 and 403 for who may not, 429 for too much at once, 400 for other bad
+input.
 
 GET  /api/runs           all runs of the field, newest first (consumers.reports.runs.RunEntry)
-POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds"}; without a run, over all runs
+POST /api/sql            {"sql": …} → {"columns", "rows", "truncated", "seconds", "age_seconds"}; without a run, over all
 GET  /api/overview       the state of the run (consumers.reports.overview.Overview)
 POST /api/catch-up       waits until the store has caught up with the log
 POST /api/finish         waits until the store has caught up with the log, then {"summary": …, "report": html}
@@ -21,8 +23,9 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -30,13 +33,14 @@ import structlog
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from replayground.consumers.clickhouse.columns import TABLES_STORED
+from replayground.consumers.clickhouse.people_sql import PeopleSql
 from replayground.consumers.clickhouse.query_cache import QueryCache
-from replayground.consumers.clickhouse.sql_guard import check_sql
-from replayground.consumers.clickhouse.store import Store, StoreFailed
+from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlBusy
+from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.config import TracesSettings
+from replayground.consumers.dashboard.access import LOOPBACK_NAMES, Access, Throttle, person_of
+from replayground.consumers.dashboard.tokens import TokenFile
 from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
 from replayground.consumers.reports import runs
@@ -49,12 +53,13 @@ from replayground.consumers.reports.transcripts import Transcript, TranscriptEnt
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import TrajectoriesSelected
 from replayground.schemas.ids import now_microseconds
+from replayground.schemas.redaction import redacted
 from replayground.streams.log.protocol import Log
 from replayground.streams.replay.selection import selections_on_log
 from replayground.streams.rules.lineage import Lineage
 from replayground.streams.rules.runs import RunState
 
-_LOOPBACK = "127.0.0.1"
+_LOOPBACK_ADDRESSES = ("127.0.0.1", "::1", "localhost")
 _FRESH_SECONDS = 1.0
 _CATCH_UP_SECONDS_MAX = 120.0
 _TRANSCRIPTS_MAX = 500
@@ -77,6 +82,8 @@ class SqlResult(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[list[Any]]
     truncated: bool
     seconds: float
+    age_seconds: float = 0.0
+    "how old the data was when the result was complete"
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,21 @@ class Traces:
         # Runs belongs to one thread at a time.
         self._turn = threading.Lock()
         self._seen: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
+        self._people = PeopleSql(settings)
+        self._asked = Throttle(settings.sql_per_minute_max, 60.0)
+
+    @property
+    def store(self) -> Store:
+        return self._store
+
+    @property
+    def answers(self) -> QueryCache:
+        return self._answers
+
+    @property
+    def source(self) -> LogSource | None:
+        """The log, when it is being read."""
+        return self._source
 
     @property
     def follows(self) -> bool:
@@ -128,34 +150,45 @@ class Traces:
                     self._seen.popitem(last=False)
             return seen[1]
 
+    def partition_lags(self, run_id: str) -> Mapping[str, Mapping[int, int]]:
+        """Lags of an active run by stage and partition."""
+        run = self.find(run_id)
+        return self._source.lag.partition_lags(run_id) if self._source is not None and run.is_active else {}
+
     def _lags(self, run: RunState) -> dict[str, int]:
         """Lags of an active run. A run that is over has none: its groups stand still while other runs fill the
         topics."""
         return self._source.lag.lags(run.run_id) if self._source is not None and run.is_active else {}
 
-    def sql(self, statement: str, run_id: str | None = None) -> SqlResult:
-        """Runs a user's statement, over all runs or one. Raises BadInput, UnknownRun."""
-        safe = check_sql(statement)
-        limits: dict[str, Any] = {
-            # One more than is returned shows that there are more.
-            "limit": self._settings.sql_rows_max + 1,
-            "max_execution_time": max(1, round(self._settings.sql_seconds_max)),
-            "max_memory_usage": self._settings.sql_memory_bytes_max,
-            # A second line of defence behind check_sql, not a boundary by itself.
-            "readonly": 1,
-        }
-        # By ClickHouse, below the views: the statement itself is not changed.
-        if run_id:
-            limits["additional_table_filters"] = _only(self.find(run_id).run_id)
+    async def asked_sql(self, statement: str, run_id: str | None = None, person: str = "") -> SqlResult:
+        """Runs a user's statement, over all runs or one, without a thread: what serves the page does not wait. Raises
+        BadInput, UnknownRun, and SqlBusy when too many are waiting."""
         began = time.monotonic()
-        try:
-            answer = self._store.ask_guarded(safe, limits)
-        except StoreFailed as error:
-            raise BadInput(f"ClickHouse refused: {str(error).splitlines()[0][:400]}") from error
-        rows = [[_plain(cell) for cell in row] for row in answer.rows[: self._settings.sql_rows_max]]
-        truncated = len(answer.rows) > self._settings.sql_rows_max
-        seconds = round(time.monotonic() - began, 3)
-        return SqlResult(columns=list(answer.columns), rows=rows, truncated=truncated, seconds=seconds)
+        self._note_statement(person)
+        found = await asyncio.to_thread(self._id_of, run_id) if run_id else None
+        return self._shown(await self._people.asked(statement, found, person), began)
+
+    def _note_statement(self, person: str) -> None:
+        if self._asked.is_full(person):
+            raise SqlBusy(f"more than {self._settings.sql_per_minute_max} statements in a minute: wait a little")
+        self._asked.mark(person)
+
+    def close(self) -> None:
+        """Ends the statements that are running."""
+        self._people.close()
+
+    def _id_of(self, run_id: str | None) -> str | None:
+        return self.find(run_id).run_id if run_id else None
+
+    def _shown(self, answer: SqlAnswer, began: float) -> SqlResult:
+        most = self._settings.sql_rows_max
+        return SqlResult(
+            columns=answer.columns,
+            rows=answer.rows[:most],
+            truncated=len(answer.rows) > most,
+            seconds=round(time.monotonic() - began, 3),
+            age_seconds=answer.age_seconds,
+        )
 
     def transcripts(
         self, run_id: str | None, *, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
@@ -229,12 +262,11 @@ class Traces:
             )
 
 
-def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
-    """The application with everything under /api."""
+def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI:
+    """The application with everything under /api, behind the checks of dashboard.access. Raises BadInput when it would
+    listen on other machines' requests without a token."""
     app = FastAPI(title="Replayground traces", docs_url=None, redoc_url=None, openapi_url=None)
-    if bind == _LOOPBACK:
-        # Against DNS rebinding: a foreign page could make its own host name resolve to this machine and send SQL.
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[_LOOPBACK, "localhost"])
+    app.add_middleware(Access, **_checks(settings or TracesSettings()))
 
     @app.get("/api/runs")
     async def all_runs() -> Response:
@@ -246,7 +278,8 @@ def interface(traces: Traces, bind: str = _LOOPBACK) -> FastAPI:
             statement = msgspec.json.decode(await request.body(), type=dict[str, str])["sql"]
         except (msgspec.DecodeError, KeyError):
             return _json({"error": 'send {"sql": "SELECT …"}'}, 400)
-        return await _respond(lambda: traces.sql(statement, run))
+        person = person_of(request)
+        return await _respond_to(traces.asked_sql(statement, run, person.name))
 
     @app.get("/api/overview")
     async def view(run: str | None = None) -> Response:
@@ -305,14 +338,25 @@ class WebServer:
         """Raises BadInput when the port is in use."""
         # Before the import below, which takes seconds.
         _require_free(settings.bind, settings.port)
-        from replayground.consumers.dashboard.page import add_page
+        from replayground.consumers.dashboard.routes import add_views
 
         traces = Traces(store, settings, source)
-        app = interface(traces, settings.bind)
-        add_page(app, traces)
+        app = interface(traces, settings)
+        add_views(app, traces)
+        self._traces = traces
         # A browser keeps its connection open: without the timeout, shutdown would wait for it.
         config = uvicorn.Config(
-            app, host=settings.bind, port=settings.port, log_config=None, access_log=False, timeout_graceful_shutdown=2
+            app,
+            host=settings.bind,
+            port=settings.port,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=2,
+            # A proxy is not believed about who asks: its own address counts.
+            proxy_headers=False,
+            server_header=False,
+            ssl_certfile=settings.tls_certificate or None,
+            ssl_keyfile=settings.tls_key or None,
         )
         self._server = uvicorn.Server(config)
         self._bind, self._port = settings.bind, settings.port
@@ -325,10 +369,14 @@ class WebServer:
             if not self._thread.is_alive():
                 raise BadInput(f"the web page could not be opened on port {self._port}: see the log above")
             time.sleep(0.02)
-        _log.info("page_started", address=f"http://{self._bind}:{self._port}")
+        _log.info(
+            "page_started", address=f"http{'s' if self._server.config.is_ssl else ''}://{self._bind}:{self._port}"
+        )
 
     def stop(self) -> None:
         self._server.should_exit = True
+        # First: requests that wait for a statement would hold up the end of the server.
+        self._traces.close()
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
 
@@ -348,41 +396,37 @@ def _require_free(bind: str, port: int) -> None:
             ) from error
 
 
+def _checks(settings: TracesSettings) -> dict[str, Any]:
+    """The arguments of Access. Raises BadInput."""
+    if bool(settings.tls_certificate) != bool(settings.tls_key):
+        raise BadInput("TLS needs both files: set [traces] tls_certificate and tls_key, or neither")
+    if settings.bind in _LOOPBACK_ADDRESSES:
+        return {"hosts": LOOPBACK_NAMES, "is_tls": bool(settings.tls_key)}
+    tokens = TokenFile(Path(settings.tokens)) if settings.tokens else None
+    if tokens is None or all(token.revoked_at for token in tokens.tokens()):
+        raise BadInput(
+            f"[traces] bind = {settings.bind} lets other machines in, and nobody has a token: "
+            "`replayground tokens add NAME --role viewer` makes one"
+        )
+    return {"hosts": (), "tokens": tokens, "is_tls": bool(settings.tls_key)}
+
+
 async def _respond(question: Callable[[], Any], shown: Callable[[Any], Response] | None = None) -> Response:
     # In a thread: requests block for their queries, and the event loop serves all browsers.
+    return await _respond_to(asyncio.to_thread(question), shown)
+
+
+async def _respond_to(question: Awaitable[Any], shown: Callable[[Any], Response] | None = None) -> Response:
     try:
-        answer = await asyncio.to_thread(question)
+        answer = await question
         return _json(answer, 200) if shown is None else shown(answer)
     except UnknownRun as error:
-        return _json({"error": str(error)}, 404)
+        return _json({"error": redacted(str(error))}, 404)
+    except SqlBusy as error:
+        return _json({"error": redacted(str(error))}, 429)
     except BadInput as error:
-        return _json({"error": str(error)}, 400)
+        return _json({"error": redacted(str(error))}, 400)
 
 
 def _json(content: Any, status: int) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _only(run_id: str) -> str:
-    """Value of additional_table_filters that hides the rows of other runs from the statement and the views it reads."""
-    # Quoted twice: a condition in SQL inside a map literal.
-    condition = _quoted(f"run_id = {_quoted(run_id)}")
-    return f"{{{', '.join(f'{_quoted(table)}: {condition}' for table in TABLES_STORED)}}}"
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-def _plain(cell: Any) -> Any:
-    """A cell as JSON can carry it: other types, and the numbers that JSON does not have (NaN, infinity), as text."""
-    if isinstance(cell, float) and (cell != cell or cell in (float("inf"), float("-inf"))):
-        return str(cell)
-    if cell is None or isinstance(cell, bool | int | float | str):
-        return cell
-    if isinstance(cell, list | tuple):
-        return [_plain(part) for part in cell]
-    if isinstance(cell, dict):
-        return {str(name): _plain(part) for name, part in cell.items()}
-    return str(cell)

@@ -15,7 +15,6 @@ from replayground.consumers.reports.runs import UnknownRun
 from replayground.schemas.events import (
     Address,
     BatchCut,
-    BatchMember,
     Event,
     GroupCompleted,
     Meta,
@@ -214,7 +213,7 @@ class Lineages:
         places = {Address(TOPIC, row["partition"], row["offset"]) for row in rows}
         row = rows[0]
         steps = [*self._steps_with(trajectory_id, places), *self._sft_with(row, places)]
-        newest = {str(run): int(version) for run, version in self._store.ask(queries.VERSIONS_OF_RUNS, asked).rows}
+        newest = {str(run): int(version) for run, version in self._store.ask(queries.NEWEST_VERSIONS, asked).rows}
         rewards = self._rewards(runs, [trajectory_id])
         return TrajectoryLineage(
             trajectory_id=trajectory_id,
@@ -235,9 +234,7 @@ class Lineages:
     def _steps_with(self, trajectory_id: str, places: set[Address]) -> list[InfluencedStep]:
         """Steps whose batch has the trajectory as a member."""
         batches = self._store.ask(queries.BATCHES_WITH, {"trajectory": trajectory_id}).dicts()
-        members = {
-            row["id"]: (row, msgspec.json.decode(row["member"], type=BatchMember)) for row in batches if row["member"]
-        }
+        members = {row["id"]: row for row in batches if Address(TOPIC, row["partition_of"], row["offset_of"]) in places}
         versions = sorted({row["base_version"] + 1 for row in batches})
         asked = {"runs": sorted({row["run_id"] for row in batches}), "versions": versions}
         taken = self._store.ask(queries.STEPS_OF_BATCHES, asked).dicts() if batches else []
@@ -247,11 +244,11 @@ class Lineages:
                 version=step["version"],
                 kind="grpo",
                 batch_id=step["batch_id"],
-                reward=members[step["batch_id"]][1].reward,
-                advantage=members[step["batch_id"]][1].advantage,
+                reward=members[step["batch_id"]]["reward"],
+                advantage=members[step["batch_id"]]["advantage"],
             )
             for step in taken
-            if step["batch_id"] in members and members[step["batch_id"]][1].trajectory in places
+            if step["batch_id"] in members
         ]
 
     def _sft_with(self, row: Mapping[str, Any], places: set[Address]) -> list[InfluencedStep]:

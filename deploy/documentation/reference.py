@@ -17,6 +17,7 @@ import msgspec
 import typer
 from msgspec import Struct
 
+from replayground.consumers.clickhouse.views import VIEWS
 from replayground.deploy.cli import app
 from replayground.deploy.config import FIELD_SECTIONS, Config
 from replayground.deploy.documentation.api_reference import python_api
@@ -49,7 +50,22 @@ def pages() -> dict[str, str]:
         "cli.md": command_line(),
         "metrics.md": metrics(),
         "python.md": python_api(),
+        "views.md": views(),
     }
+
+
+def views() -> str:
+    """Every table and view of the trace store, with its columns."""
+    lines = [
+        *_head("Views", "consumers/clickhouse/views.py"),
+        "What SQL may read: `replayground sql`, the page, `Field.sql`. Worked questions: [queries](../queries.md).",
+        "",
+        *table(("name", "a row is"), [(f"[`{view.name}`](#{view.name})", view.rows) for view in VIEWS]),
+    ]
+    for view in VIEWS:
+        rows = [(f"`{name}`", meaning) for name, meaning in view.columns.items()]
+        lines += ["", f"## {view.name}", "", f"A row is {view.rows}.", "", *table(("column", "meaning"), rows)]
+    return _page(lines)
 
 
 def events() -> str:

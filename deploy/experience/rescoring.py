@@ -24,10 +24,11 @@ from replayground.deploy.experience.runs import (
     ShowProgress,
     config_of,
     heartbeat,
-    new_run_id,
     origin_of,
+    require_trajectories,
     restored_config,
     run_of,
+    write_new_run,
 )
 from replayground.deploy.experience.scorer_files import (
     ChosenScorers,
@@ -39,10 +40,17 @@ from replayground.deploy.experience.scorer_files import (
 from replayground.deploy.experience.workers import Standing, Work, end_of, rescore, start_of
 from replayground.deploy.local.folder import FieldFolder, create_run_folder
 from replayground.deploy.resolve import ResolvedConfig
-from replayground.deploy.runs import end_positions, list_runs, started_event, write_end, write_start
+from replayground.deploy.runs import end_positions, list_runs, started_event, write_end
 from replayground.schemas.blobs import open_blobs
-from replayground.schemas.errors import BadInput, LogBroken, ReplaygroundError
-from replayground.schemas.events import Position, RewardAssigned, RunFile, TrajectoriesSelected
+from replayground.schemas.errors import BadInput, ReplaygroundError
+from replayground.schemas.events import (
+    JudgementMade,
+    Position,
+    RewardAssigned,
+    RunFile,
+    RunStarted,
+    TrajectoriesSelected,
+)
 from replayground.schemas.job import Scorer
 from replayground.schemas.topics import TOPIC_BY_NAME
 from replayground.streams.log.connect import open_log
@@ -54,7 +62,7 @@ from replayground.streams.replay.rescoring import Judges, PartitionState, Rescor
 from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition
 from replayground.streams.rules.comparison import Comparison, JudgedAttempt, compare, judgements
 from replayground.streams.rules.runs import RunState
-from replayground.streams.rules.scoring import versions_of
+from replayground.streams.rules.scoring import BUILT_IN, versions_of
 
 SCORER_SETTING = "replay.scorer"
 "RunFile.setting of the file with the scorers"
@@ -74,6 +82,8 @@ class RescorePlan:
     scorer_file: Path | None
     selected: TrajectoriesSelected | None = None
     "None = all of the sources"
+    is_selection_new: bool = False
+    "it is written together with RunStarted"
 
 
 @dataclass
@@ -97,15 +107,20 @@ def ask(
     states: Sequence[RunState],
     chosen: ChosenScorers,
     is_forced: bool = False,
+    is_followed: bool = False,
 ) -> RescorePlan:
     """Resolves a request. Raises BadInput for what the user can mend, such as sources that retention has removed."""
+    _require_sources(states)
     first = states[0]
     module = module_of(folder, field_config, first)
     scorers = judges_of(module, chosen.file)
     require_known(chosen.names, scorers)
     require_replayable([scorers[name] for name in chosen.names or scorers], is_forced)
+    is_one_job = all(_is_same_job(first, state) for state in states)
+    if not is_one_job:
+        _require_foreign(chosen, states)
     start = tuple(_earliest(states))
-    _require_there(log, start)
+    require_trajectories(log, start)
     job = job_of(first)
     origin = origin_of(log, first)
     request = RescoreRequest(
@@ -115,11 +130,46 @@ def ask(
         scorers=chosen.names,
         scorer_file="" if chosen.file is None else chosen.file.name,
         is_forced=is_forced,
-        weights_from=f"{origin.run_id}:{job_of(origin).first_version}",
+        is_followed=is_followed,
+        # Batches of several jobs would mix the tokens of several tokenizers.
+        weights_from=f"{origin.run_id}:{job_of(origin).first_version}" if is_one_job else "",
         groups_per_batch=job.groups_per_batch,
         advantage=config_of(first).get("streams", {}).get("advantage", "centred"),
     )
     return RescorePlan(request, first, module, scorers, chosen.file)
+
+
+def _require_sources(states: Sequence[RunState]) -> None:
+    """Raises BadInput for a run that has no trajectories of its own."""
+    for state in states:
+        if state.kind not in ("practise", "eval"):
+            sources = ", ".join(state.sources) or "another run"
+            raise BadInput(
+                f"{state.run_id} is of kind {state.kind} and has no trajectories of its own: rescore its sources, {sources}"
+            )
+
+
+def _is_same_job(one: RunState, other: RunState) -> bool:
+    """Whether two runs have the same job, with the same code, and the same model."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(state: RunState) -> tuple[object, ...]:
+    config = config_of(state)
+    # Folders of the machine that started a run say nothing about its job; its files do.
+    code = sorted((file.name, file.sha256) for file in state.files)
+    return Path(state.job).name, tuple(code), msgspec.json.encode(config.get("trainer", {}).get("model", {}))
+
+
+def _require_foreign(chosen: ChosenScorers, states: Sequence[RunState]) -> None:
+    """Raises BadInput when the scorers of one job would judge tasks of another one."""
+    built_in = {scorer.name for scorer in BUILT_IN}
+    if chosen.file is None and not (chosen.names and built_in.issuperset(chosen.names)):
+        names = ", ".join(state.run_id for state in states)
+        raise BadInput(
+            f"{names} have different jobs, so the scorers of one cannot judge all of them: rescore them one by one, or give "
+            "--scorer with a file or a built-in scorer"
+        )
 
 
 def module_of(folder: FieldFolder, field_config: ResolvedConfig, state: RunState) -> str:
@@ -130,23 +180,29 @@ def module_of(folder: FieldFolder, field_config: ResolvedConfig, state: RunState
 
 def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, asked: RescorePlan) -> RunState:
     """Writes RunStarted of the replay. Raises BadInput, LogUnavailable."""
-    run_id = new_run_id(log, "rescore")
     used = asked.request.scorers or tuple(asked.scorers)
-    event = started_event(
-        run_id=run_id,
-        kind="replay",
-        config=asked.source.config,
-        files=[*asked.source.files, *_stored(field_config, asked.scorer_file)],
-        seed=asked.source.seed,
-        code_version=sources.code_version(),
-        packages=sources.package_versions(),
-        positions=end_positions(log),
-        sources=asked.request.sources,
-        scorers={name: version for name, version in versions_of(asked.scorers).items() if name in used},
-        request=msgspec.json.encode(_request(asked)).decode(),
-    )
-    create_run_folder(folder.run(run_id))
-    return write_start(log, event)
+    files = [*asked.source.files, *_stored(field_config, asked.scorer_file)]
+    if asked.selected is not None and asked.is_selection_new:
+        log.append(asked.selected)
+
+    def made(run_id: str) -> RunStarted:
+        return started_event(
+            run_id=run_id,
+            kind="replay",
+            config=asked.source.config,
+            files=files,
+            seed=asked.source.seed,
+            code_version=sources.code_version(),
+            packages=sources.package_versions(),
+            positions=end_positions(log),
+            sources=asked.request.sources,
+            scorers={name: version for name, version in versions_of(asked.scorers).items() if name in used},
+            request=msgspec.json.encode(_request(asked)).decode(),
+        )
+
+    state = write_new_run(log, "rescore", made)
+    create_run_folder(folder.run(state.run_id))
+    return state
 
 
 def _request(asked: RescorePlan) -> RescoreRequest:
@@ -249,6 +305,8 @@ class _Progress:
     def __call__(self, standing: Standing) -> None:
         self._standings[standing.partition] = standing
         done = sum(s.offset - self._starts[s.partition] for s in self._standings.values())
+        # A followed source grows beyond the end that it had at first.
+        self._total = max(self._total, done)
         judged = sum(s.counts.trajectories for s in self._standings.values())
         self._show(done, self._total, f"{judged:,} judged")
 
@@ -327,8 +385,28 @@ def _old_judgements(
 ) -> Iterator[JudgedAttempt]:
     """Of all sources, in the order of the trajectories."""
     # One reader for each: the streams of two runs are not equally fast, so their rewards are not in one order.
-    of_sources = [judgements(_rewards(log, states[source], partition)) for source in request.sources]
+    of_sources = [judgements(_in_order(log, states[source], partition)) for source in request.sources]
     return heapq.merge(*of_sources, key=lambda judgement: judgement.offset)
+
+
+def _in_order(log: Log, state: RunState, partition: int) -> Iterator[RewardAssigned]:
+    """The rewards of a run in the order of the trajectories."""
+    rewards = _rewards(log, state, partition)
+    if not _has_judgements(log, state, partition):
+        return rewards
+    # Judges and people write theirs later, and in any order. All of a partition are in memory only for such runs.
+    return iter(sorted(rewards, key=lambda reward: reward.trajectory.offset))
+
+
+def _has_judgements(log: Log, state: RunState, partition: int) -> bool:
+    """Whether somebody was asked about attempts of this partition: their judgements are on the one of the same number."""
+    start = [place for place in state.positions if (place.topic, place.partition) == ("judgements", partition)]
+    with closing(log.reader(["judgements"], start=start, run_id=state.run_id, partitions=[partition])) as reader:
+        while not reader.caught_up():
+            for delivery in reader.poll(_POLL_EVENTS, 0.2):
+                if isinstance(delivery.event, JudgementMade) and delivery.event.meta.run_id == state.run_id:
+                    return True
+    return False
 
 
 def _rewards(log: Log, state: RunState, partition: int) -> Iterator[RewardAssigned]:
@@ -350,11 +428,3 @@ def _earliest(states: Sequence[RunState]) -> Iterator[Position]:
             for state in states
         ]
         yield Position(topic=TOPIC, partition=partition, offset=min(offsets))
-
-
-def _require_there(log: Log, start: Sequence[Position]) -> None:
-    """Raises BadInput when retention has removed trajectories of the sources."""
-    try:
-        log.reader([TOPIC], start=start).close()
-    except LogBroken as error:
-        raise BadInput(f"the trajectories of the source runs are not all on the log any more: {error}") from error

@@ -12,8 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import batched
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,16 +26,28 @@ from replayground.deploy.experience.runs import (
     config_of,
     heartbeat,
     logs_in,
-    new_run_id,
     origin_of,
+    require_trajectories,
     restored_config,
     run_of,
+    write_new_run,
 )
 from replayground.deploy.local.folder import FieldFolder, create_run_folder
 from replayground.deploy.resolve import ResolvedConfig
-from replayground.deploy.runs import end_positions, list_runs, started_event, write_end, write_start
-from replayground.schemas.errors import BadInput, ReplaygroundError
-from replayground.schemas.events import StepTaken, TrajectoryAssembled, VersionAddress, WeightsPublished
+from replayground.deploy.runs import end_positions, list_runs, started_event, write_end
+from replayground.producers.chat import CHAT_FILES, chat_of
+from replayground.schemas.blobs import open_blobs
+from replayground.schemas.errors import BadInput, LogBroken, ReplaygroundError
+from replayground.schemas.events import (
+    BatchCut,
+    Position,
+    RunStarted,
+    StepTaken,
+    TrajectoriesSelected,
+    TrajectoryAssembled,
+    VersionAddress,
+    WeightsPublished,
+)
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.run import version_address
 from replayground.streams.log.connect import open_log
@@ -43,12 +56,13 @@ from replayground.streams.log.protocol import Log
 from replayground.streams.log.weights import weights_at
 from replayground.streams.replay.copying import CopyRule, batches_from, copy_batches
 from replayground.streams.replay.request import RetrainRequest, SftRequest
-from replayground.streams.replay.selection import addresses_of, by_partition, find_selection
+from replayground.streams.replay.selection import TOPIC, addresses_of, by_partition, find_selection
 from replayground.streams.rules.runs import RunState
 
 SAMPLE_SIZE_MIN = 0.1
 "effective sample size of a batch, below which it is too far off-policy to be learned from unless that is forced"
 _LOOK_SECONDS = 0.3
+_READ_AT_ONCE = 1000
 
 
 @dataclass
@@ -59,10 +73,12 @@ class RetrainResult:
     source: str
     steps: list[StepTaken] = field(default_factory=list)
     seconds: float = 0.0
+    compared_with: str = ""
+    "the run whose versions of the same numbers these are compared with"
     equal_versions: int = 0
-    "versions whose files are those of the source, byte for byte"
+    "versions whose files are those of that run, byte for byte"
     other_versions: int = 0
-    "versions that the source has too, with other files"
+    "versions that it has too, with other files"
 
 
 def ask(
@@ -78,12 +94,19 @@ def ask(
     if source.kind not in ("practise", "replay", "retrain"):
         raise BadInput(f"{source.run_id} is of kind {source.kind}: it has no batches to train on")
     begin = begin or first_weights_of(log, source)
-    if weights_at(log, begin) is None:
+    _require_version(log, begin)
+    if until is not None and until <= begin.version:
         raise BadInput(
-            f"version {begin.version} of {begin.run_id} is not on the log: it was removed (versions_kept) or never existed"
+            f"--until {until}: it begins with version {begin.version}, so the first one that it can make is the next"
         )
-    bases = [batch.base_version for batch in batches_from(log, source.run_id, source.positions)]
-    wanted = [base for base in bases if base >= begin.version and (until is None or base < until)]
+    batches = _batches(log, source)
+    bases = [batch.base_version for batch in batches]
+    wanted = [
+        batch
+        for batch in batches
+        if batch.base_version >= begin.version and (until is None or batch.base_version < until)
+    ]
+    require_trajectories(log, _first_places(wanted))
     if not wanted and not (is_followed and source.is_active):
         there = f"versions {min(bases)} to {max(bases) + 1}" if bases else "no batch"
         raise BadInput(f"{source.run_id} has no batch to train on in that range: it has {there}")
@@ -98,10 +121,40 @@ def ask(
     )
 
 
+def _require_version(log: Log, address: VersionAddress) -> None:
+    """Raises BadInput when a version is not on the log."""
+    if weights_at(log, address) is None:
+        raise BadInput(
+            f"version {address.version} of {address.run_id} is not on the log: it was removed (versions_kept) or never "
+            "existed"
+        )
+
+
+def _batches(log: Log, source: RunState) -> list[BatchCut]:
+    try:
+        return list(batches_from(log, source.run_id, source.positions))
+    except LogBroken as error:
+        raise BadInput(f"the batches of {source.run_id} are not all on the log any more: {error}") from error
+
+
+def _first_places(batches: Sequence[BatchCut]) -> list[Position]:
+    """The first trajectory of these batches on each partition."""
+    first: dict[int, int] = {}
+    for batch in batches:
+        for member in batch.members:
+            place = member.trajectory
+            first[place.partition] = min(place.offset, first.get(place.partition, place.offset))
+    return [Position(topic=TOPIC, partition=partition, offset=offset) for partition, offset in sorted(first.items())]
+
+
 def first_weights_of(log: Log, source: RunState) -> VersionAddress:
     """The version that the first batch of a run was cut for."""
     if source.kind == "replay":
         told: str = msgspec.json.decode(source.request)["weights_from"]
+        if not told:
+            raise BadInput(
+                f"{source.run_id} judged runs of different jobs, so it has no batches: rescore one job at a time"
+            )
         return version_address(told)
     job = job_of(source)
     return job.copied_version or VersionAddress(run_id=source.run_id, version=job.first_version)
@@ -114,24 +167,44 @@ def start(
     request: RetrainRequest,
     overrides: Mapping[str, Any],
     is_forced: bool,
+    selected: TrajectoriesSelected | None = None,
 ) -> RunState:
-    """Writes RunStarted of the retraining. Raises BadInput for overrides that no setting has, LogUnavailable."""
-    run_id = new_run_id(log, "retrain")
-    event = started_event(
-        run_id=run_id,
-        kind="retrain",
-        config=msgspec.json.encode(_config(log, source, request, overrides, is_forced)).decode(),
-        files=list(source.files),
-        seed=source.seed,
-        code_version=sources.code_version(),
-        packages=sources.package_versions(),
-        positions=end_positions(log),
-        sources=[source.run_id],
-        scorers=source.scorers,
-        request=msgspec.json.encode(request).decode(),
-    )
-    create_run_folder(folder.run(run_id))
-    return write_start(log, event)
+    """Writes RunStarted of the retraining, and the selection that was made for it. Raises BadInput for overrides that no
+    setting has, LogUnavailable."""
+    config = _config(log, source, request, overrides, is_forced)
+    if selected is not None:
+        log.append(selected)
+    return _write_start(log, folder, "retrain", source, config, [source.run_id], request, source.scorers)
+
+
+def _write_start(
+    log: KafkaLog,
+    folder: FieldFolder,
+    kind: Literal["retrain", "sft"],
+    source: RunState,
+    config: dict[str, Any],
+    source_ids: Sequence[str],
+    request: RetrainRequest | SftRequest,
+    scorers: Mapping[str, str],
+) -> RunState:
+    def made(run_id: str) -> RunStarted:
+        return started_event(
+            run_id=run_id,
+            kind=kind,
+            config=msgspec.json.encode(config).decode(),
+            files=list(source.files),
+            seed=source.seed,
+            code_version=sources.code_version(),
+            packages=sources.package_versions(),
+            positions=end_positions(log),
+            sources=source_ids,
+            scorers=scorers,
+            request=msgspec.json.encode(request).decode(),
+        )
+
+    state = write_new_run(log, kind, made)
+    create_run_folder(folder.run(state.run_id))
+    return state
 
 
 def _config(
@@ -151,9 +224,24 @@ def _config(
     grpo["schedule_steps"] = max(origin.steps, len(bases)) if origin.steps else 0
     grpo["schedule_start"] = max(0, begin.version - origin.first_version)
     grpo["effective_sample_size_min"] = 0.0 if is_forced else SAMPLE_SIZE_MIN
+    return _overridden(raw, overrides)
+
+
+def require_settings(source: RunState, overrides: Mapping[str, Any]) -> None:
+    """Raises BadInput for what no setting is, before the work begins."""
+    _overridden(copy.deepcopy(config_of(source)), overrides)
+
+
+def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with these settings. Raises BadInput, before anything is written, for what no setting is."""
     for setting, value in overrides.items():
+        # Those that say how many batches there are and where to begin follow from the request: a trainer that waits for
+        # more batches than there are would never end.
+        if not setting.startswith("trainer."):
+            raise BadInput(
+                f"--set {setting}: only settings of the trainer can be others here, such as trainer.grpo.mode"
+            )
         set_setting(raw, setting, value)
-    # Checked here, so that a misspelt setting is reported before anything is written.
     parse_config(raw, Path("--set"))
     return raw
 
@@ -261,40 +349,54 @@ class _Work:
         run_trainer(run, settings, self._metrics, self._stop, pauses_when_refused=False)
 
 
-def ask_sft(log: Log, selection: str, begin: VersionAddress) -> SftRequest:
-    """Resolves a request for SFT. Raises BadInput."""
-    if weights_at(log, begin) is None:
-        raise BadInput(
-            f"version {begin.version} of {begin.run_id} is not on the log: it was removed (versions_kept) or never existed"
-        )
-    return SftRequest(selection=selection, weights_from=f"{begin.run_id}:{begin.version}")
+def ask_sft(
+    log: Log, field_config: ResolvedConfig, selected: TrajectoriesSelected, begin: VersionAddress
+) -> SftRequest:
+    """Resolves a request for SFT. Raises BadInput, also for trajectories of another tokenizer: their ids are other words."""
+    version = weights_at(log, begin)
+    _require_version(log, begin)
+    assert version is not None, "it is on the log"
+    expected = _template_of(field_config, version)
+    try:
+        for addresses in batched(addresses_of(selected), _READ_AT_ONCE):
+            for event in log.read_at(addresses):
+                assert isinstance(event, TrajectoryAssembled), event
+                if event.template_hash not in ("", expected):
+                    raise BadInput(
+                        f"trajectory {event.meta.trajectory_id} of {event.meta.run_id} was tokenised for another model than "
+                        f"version {begin.version} of {begin.run_id}: choose runs of the same model with --run"
+                    )
+    except (LookupError, LogBroken) as error:
+        raise BadInput(f"trajectories of selection {selected.name} are not on the log any more: {error}") from error
+    return SftRequest(selection=selected.meta.id, weights_from=f"{begin.run_id}:{begin.version}")
+
+
+def _template_of(field_config: ResolvedConfig, version: WeightsPublished) -> str:
+    """The hash of tokenizer and chat template of a version, as trajectories have it."""
+    blobs = open_blobs(field_config.run_of("operator"))
+    return chat_of(
+        {file.name: blobs.get(file.uri, file.sha256) for file in version.files if file.name in CHAT_FILES}
+    ).template_hash
 
 
 def start_sft(
-    log: KafkaLog, folder: FieldFolder, source: RunState, request: SftRequest, overrides: Mapping[str, Any]
+    log: KafkaLog,
+    folder: FieldFolder,
+    source: RunState,
+    request: SftRequest,
+    overrides: Mapping[str, Any],
+    selected: TrajectoriesSelected,
+    is_selection_new: bool,
 ) -> RunState:
     """Writes RunStarted of an SFT: job and config are those of the run whose weights it begins with. Raises BadInput."""
     raw = copy.deepcopy(config_of(source))
     raw["job"] |= {"weights_from": request.weights_from, "demonstrations": 0, "steps": 1}
-    for setting, value in overrides.items():
-        set_setting(raw, setting, value)
-    parse_config(raw, Path("--set"))
-    run_id = new_run_id(log, "sft")
-    selected = find_selection(log, request.selection)
-    event = started_event(
-        run_id=run_id,
-        kind="sft",
-        config=msgspec.json.encode(raw).decode(),
-        files=list(source.files),
-        seed=source.seed,
-        code_version=sources.code_version(),
-        packages=sources.package_versions(),
-        positions=end_positions(log),
-        sources=sorted({source.run_id, *selected.runs}),
-        request=msgspec.json.encode(request).decode(),
-    )
-    create_run_folder(folder.run(run_id))
-    return write_start(log, event)
+    config = _overridden(raw, overrides)
+    if is_selection_new:
+        log.append(selected)
+    # The job first: config and files are its own.
+    source_ids = [source.run_id, *(run_id for run_id in selected.runs if run_id != source.run_id)]
+    return _write_start(log, folder, "sft", source, config, source_ids, request, {})
 
 
 def go_on_sft(
@@ -369,7 +471,10 @@ def _result(log: Log, state: RunState, request: RetrainRequest) -> RetrainResult
     begin = version_address(request.weights_from)
     result = RetrainResult(state.run_id, request.source)
     result.steps = [step for step in steps_of(log, state) if step.kind == "grpo"]
-    theirs = digests_of(log, list_runs(log)[request.source]) or digests_of(log, list_runs(log)[begin.run_id])
+    states = list_runs(log)
+    result.compared_with, theirs = request.source, digests_of(log, states[request.source])
+    if not theirs:  # a replay has no weights
+        result.compared_with, theirs = begin.run_id, digests_of(log, states[begin.run_id])
     for version, files in digests_of(log, state).items():
         if version > begin.version and version in theirs:
             result.equal_versions += files == theirs[version]

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -14,12 +14,29 @@ from replayground.deploy import sources
 from replayground.deploy.config import HarnessSettings
 from replayground.deploy.local.folder import FieldFolder, RunFolder
 from replayground.deploy.resolve import ResolvedConfig
-from replayground.deploy.runs import list_runs
+from replayground.deploy.runs import RunIdTaken, list_runs, write_start
 from replayground.deploy.serve import Harness, configure_logs
 from replayground.schemas.blobs import open_blobs
+from replayground.schemas.errors import BadInput, LogBroken
+from replayground.schemas.events import Position, RunStarted
 from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Log
+from replayground.streams.replay.selection import TOPIC
 from replayground.streams.rules.runs import RunState
+
+_TRIES_MAX = 10
+
+
+def write_new_run(log: Log, what: str, made: Callable[[str], RunStarted]) -> RunState:
+    """Writes RunStarted, which `made` makes for an id. Two commands that start in one second get two ids. Raises BadInput,
+    LogUnavailable."""
+    for _ in range(_TRIES_MAX):
+        event = made(new_run_id(log, what))
+        try:
+            return write_start(log, event)
+        except RunIdTaken:
+            continue
+    raise BadInput(f"others took {_TRIES_MAX} ids for this {what} meanwhile: try again")
 
 
 class ShowProgress(Protocol):
@@ -54,6 +71,14 @@ def origin_of(log: Log, state: RunState) -> RunState:
     while state.kind in ("replay", "retrain") and state.sources:
         state = states[state.sources[0]]
     return state
+
+
+def require_trajectories(log: Log, places: Iterable[Position]) -> None:
+    """Raises BadInput when retention has removed trajectories that are at these positions or after them."""
+    try:
+        log.reader([TOPIC], start=list(places)).close()
+    except LogBroken as error:
+        raise BadInput(f"the trajectories of the source runs are not all on the log any more: {error}") from error
 
 
 def run_of(field: ResolvedConfig, state: RunState, program: str) -> Run:

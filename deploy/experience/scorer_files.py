@@ -76,12 +76,8 @@ def require_replayable(scorers: Sequence[Scorer], is_forced: bool) -> None:
         needs = needs_of(scorer)
         if needs == "sandbox":
             raise BadInput(
-                f"scorer {scorer.name} needs the live sandbox, which is gone: score while the rollout lasts, or write one "
-                "that needs the trajectory alone"
-            )
-        if needs == "stored_world":
-            raise BadInput(
-                f"scorer {scorer.name} needs a stored snapshot of the world, and trajectories hold none: see docs/scorers.md"
+                f"scorer {scorer.name} needs the live sandbox, which is gone: give the world a check, whose result is "
+                "stored with each attempt (docs/scorers.md)"
             )
         if needs is None and not is_forced:
             raise BadInput(

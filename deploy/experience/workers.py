@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from pathlib import Path
 import msgspec
 
 from replayground.deploy.experience.scorer_files import bounded_by_name, judges_of
+from replayground.deploy.runs import list_runs
 from replayground.schemas.errors import BadInput, ReplaygroundError
 from replayground.schemas.events import Position
 from replayground.schemas.run import Run
 from replayground.streams.log.connect import open_log
+from replayground.streams.log.protocol import Log
 from replayground.streams.replay.request import RescoreRequest
 from replayground.streams.replay.rescoring import (
     Counts,
@@ -37,6 +40,8 @@ from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.2
+_RUNS_SECONDS = 2.0
+"between two looks at whether the sources have ended"
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ def rescore(work: Work, processes: int, report: Callable[[Standing], None]) -> b
     Raises BadInput and ReplaygroundError with what a worker reported."""
     context = multiprocessing.get_context("spawn")
     partitions = [position.partition for position in work.request.end]
+    # Followed partitions have no end yet, so none of them can wait for another one.
+    processes = len(partitions) if work.request.is_followed else processes
     shares = [share for number in range(processes) if (share := partitions[number::processes])]
     workers: list[tuple[SpawnProcess, Connection]] = []
     for share in shares:
@@ -145,14 +152,34 @@ def _judge(work: Work, partitions: Sequence[int], pipe: Connection, stop: thread
 
     with closing(open_log(msgspec.structs.replace(run, program="replay"))) as log:
         selections = by_partition(find_selection(log, request.selection)) if request.selection else None
+        ends = FollowedEnds(log, request) if request.is_followed else None
         for partition in partitions:
             fold = Rescoring(judges, _selection_of(selections, partition))
-            end = partial(end_of, request, partition)
+            end = partial(end_of, request, partition) if ends is None else partial(ends.end, partition)
             start = start_of(request, partition)
             wanted = PartitionRange(judges.sources, start, end, request.trajectories_per_commit)
             rescore_partition(run, log, fold, wanted, report, stop)
             if stop.is_set():
                 return
+
+
+class FollowedEnds:
+    """Where a replay that follows its sources ends: not known before all of them have ended."""
+
+    def __init__(self, log: Log, request: RescoreRequest) -> None:
+        self._log, self._sources = log, request.sources
+        self._asked_at = 0.0
+        self._ends: dict[int, int] | None = None
+
+    def end(self, partition: int) -> int | None:
+        """The offset at which the partition ends; None while a source is active. Raises LogUnavailable."""
+        if self._ends is None and time.monotonic() > self._asked_at + _RUNS_SECONDS:
+            self._asked_at = time.monotonic()
+            # Asked first: what a source wrote before its end is then before these positions.
+            states = list_runs(self._log)
+            if not any(states[source].is_active for source in self._sources):
+                self._ends = {position.partition: position.offset for position in self._log.end_positions([TOPIC])}
+        return None if self._ends is None else self._ends[partition]
 
 
 def start_of(request: RescoreRequest, partition: int) -> Position:

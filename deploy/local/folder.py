@@ -97,6 +97,11 @@ class FieldFolder(StackFolder):
         return (self.path / "blobs").as_uri()
 
     @property
+    def tokens(self) -> Path:
+        """Hashes of the tokens that open its page to other machines."""
+        return self.path / "tokens.json"
+
+    @property
     def runs(self) -> Path:
         return self.path / "runs"
 
@@ -140,12 +145,6 @@ def field_folder(path: Path) -> FieldFolder:
         )
     if folder.exists:
         _require_version(folder.path, "field")
-    # Before fields, runs were kept in `runs` beside the place where a field is made now: they would be in no list of runs.
-    elif old := old_runs(beside := folder.path.parent / "runs"):
-        raise BadInput(
-            f"{beside} holds {len(old)} runs of an older release (layout {_VERSION_OF_RUNS}), which this one cannot open: "
-            "rename that folder, read them with the release that wrote them, and repeat the command"
-        )
     # Only a lock: a start was given up before the field was made. Anything else is a folder that is not ours to fill.
     elif path.exists() and (not path.is_dir() or set(os.listdir(path)) - {"lock"}):
         raise BadInput(f"{path} exists and is no field (it has no file `version`): name another folder with --field")

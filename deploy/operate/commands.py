@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from replayground.deploy.options import FIELD, Field, RunOption, console, echo, echo_error
+from replayground.deploy.terminal_text import cells, plain, printable, printable_json
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def tail(
     messages = None if from_beginning else lines
     try:
         for delivery in read_log(field, names, wanted, run, messages, lambda: follow, echo_error):
-            print(as_json(delivery) if json else line(delivery, width), flush=True)
+            print(printable_json(as_json(delivery)) if json else printable(line(delivery, width))[:width], flush=True)
     except KeyboardInterrupt:
         # Ctrl-C is the normal end of following; exit code 0.
         return
@@ -91,7 +92,7 @@ def acls(
         raise BadInput(
             f"principal {user} is the same for all programs: put {{program}} into it, so that each has its own rights"
         )
-    print(FORMATS[form](rights_of(log.topic_prefix if prefix is None else prefix, user)), end="")
+    print(plain(FORMATS[form](rights_of(log.topic_prefix if prefix is None else prefix, user))), end="")
 
 
 def lag(
@@ -208,8 +209,8 @@ def list_dead_letters(
     table = Table("number", "refused at (UTC)", "stage", "came from", "because", box=None, padding=(0, 2))
     for letter in letters:
         reject = letter.reject
-        table.add_row(str(letter.number), letter.moment, reject.stage, str(reject.origin), reject.reason)
-    console.print(table, markup=False)
+        table.add_row(*cells((str(letter.number), letter.moment, reject.stage, str(reject.origin), reject.reason)))
+    console.print(table)
 
 
 @dead_letters.command()

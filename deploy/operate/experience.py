@@ -1,11 +1,11 @@
 """The commands that use old experience again: select, rescore, retrain and sft."""
 
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -48,7 +48,14 @@ def rescore(
     ] = None,
     where: Annotated[str, typer.Option(help="Only trajectories for which this SQL condition holds.")] = "",
     failed_only: Annotated[bool, typer.Option("--failed-only", help="Only attempts that have not passed.")] = False,
+    since: Annotated[
+        str, typer.Option("--from", metavar="TIME", help="Only what ended at this time or later, as 2026-07-13T09:15.")
+    ] = "",
+    until: Annotated[str, typer.Option("--to", metavar="TIME", help="Only what ended before this time.")] = "",
     selection: Annotated[str, typer.Option(help="Only trajectories of this selection (see `select`).")] = "",
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Also judge what active runs play from now on, until they end.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Judge and compare; write nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also run scorers that do not say what they need.")] = False,
     processes: Annotated[int, typer.Option(help="Processes that share the partitions; 0 = one for each core.")] = 0,
@@ -57,6 +64,7 @@ def rescore(
     """Judge the trajectories of old runs again, as a run of its own with rewards, groups and batches.
 
     The old rewards stay as they are. Without --scorer, tasks are judged by the scorers that they name, as the code is now.
+    Times are local unless they name a zone. What is chosen is compared within its group, however few of it are left.
     Ctrl-C stops it, and `replayground resume` goes on with it. `replayground retrain` learns from the result.
 
     Examples:  replayground rescore --run 2026 --scorer better.py --dry-run  ·  replayground rescore --run A --run B
@@ -69,13 +77,18 @@ def rescore(
     from replayground.deploy.runs import find_run, list_runs
 
     chosen = parse_scorers(scorer or [])
+    condition = _condition(where, failed_only, since, until)
+    if follow and (condition or selection or dry_run):
+        raise BadInput(
+            "--follow judges all that comes: leave out --where, --failed-only, --from, --to, --selection, --dry-run"
+        )
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
         states = list_runs(log)
         sources = list({found.run_id: found for name in run if (found := find_run(states.values(), name))}.values())
-        asked = ask(log, folder, resolved, sources, chosen, is_forced=force)
-        if where or failed_only or selection:
-            selected = _selected(log, resolved, sources, where, failed_only, selection, is_kept=not dry_run)
-            asked = replace(asked, selected=selected)
+        asked = ask(log, folder, resolved, sources, chosen, is_forced=force, is_followed=follow)
+        if condition or selection:
+            selected, is_new = _selected(log, resolved, sources, condition, selection)
+            asked = replace(asked, selected=selected, is_selection_new=is_new)
         if dry_run:
             with shown_progress("judging") as show:
                 result = try_out(log, asked, states, show)
@@ -128,11 +141,13 @@ def retrain(
     from replayground.deploy.field import open_field
     from replayground.deploy.run_lifecycle import log_of
     from replayground.deploy.runs import find_run, list_runs
+    from replayground.streams.rules.lineage import played_in
 
     chosen = parse_scorers(scorer or [])
     overrides = _settings(setting or [])
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
         source = find_run(list_runs(log).values(), run)
+        retraining.require_settings(source, overrides)
         if scorer:
             asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
             source = rescoring.start(log, folder, resolved, asked)
@@ -143,12 +158,14 @@ def retrain(
                 _stopped(source.run_id)
             _report(done, is_dry=False)
         first = _version(begin, list_runs(log).values(), source.run_id)
-        chosen_id = ""
+        selected, is_new = None, False
         if where or selection:
-            origins = [list_runs(log)[name] for name in source.sources] if source.kind == "replay" else [source]
-            chosen_id = _selected(log, resolved, origins, where, False, selection, is_kept=True).meta.id
+            states = list_runs(log)
+            origins = [states[name] for name in played_in(states, source.run_id)]
+            selected, is_new = _selected(log, resolved, origins, where, selection)
+        chosen_id = "" if selected is None else selected.meta.id
         request = retraining.ask(log, source, begin=first, until=until, selection=chosen_id, is_followed=follow)
-        state = retraining.start(log, folder, source, request, overrides, force)
+        state = retraining.start(log, folder, source, request, overrides, force, selected if is_new else None)
         echo(f"retraining as {state.run_id}, from {request.weights_from}")
         with shown_progress("training") as show:
             result = retraining.go_on(log, folder, resolved, state, show)
@@ -194,9 +211,10 @@ def sft(
         states = list_runs(log)
         address, source = find_version(log, begin)
         sources = [find_run(states.values(), name) for name in run] if run else list(states.values())
-        selected = _selected(log, resolved, sources, where, False, selection, is_kept=True)
-        request = retraining.ask_sft(log, selected.meta.id, address)
-        state = retraining.start_sft(log, folder, source, request, overrides)
+        retraining.require_settings(source, overrides)
+        selected, is_new = _selected(log, resolved, sources, where, selection)
+        request = retraining.ask_sft(log, resolved, selected, address)
+        state = retraining.start_sft(log, folder, source, request, overrides, selected, is_new)
         echo(
             f"fine-tuning as {state.run_id}, from {request.weights_from}, on {len(selected.partitions) // 4:,} trajectories"
         )
@@ -359,7 +377,7 @@ def _report_steps(result: "RetrainResult") -> None:
     console.print(table)
     if result.equal_versions or result.other_versions:
         compared = result.equal_versions + result.other_versions
-        echo(f"{result.equal_versions} of {compared} versions equal those of {result.source}, byte for byte")
+        echo(f"{result.equal_versions} of {compared} versions equal those of {result.compared_with}, byte for byte")
     echo(f"\nreplayground eval {result.run_id}   plays held-out tasks with the newest version")
     echo(f"replayground lineage {result.run_id}   shows what it grew from")
 
@@ -374,30 +392,42 @@ def _thinned(steps: "Sequence[StepTaken]") -> "Sequence[StepTaken]":
     return [steps[round(number * (len(steps) - 1) / (_ROWS_MAX - 1))] for number in range(_ROWS_MAX)]
 
 
+def _condition(where: str, failed_only: bool, since: str, until: str) -> str:
+    """The SQL condition that the options of `rescore` ask for. Raises BadInput."""
+    from replayground.deploy.experience.selecting import FAILED
+
+    conditions = [f"({where})"] * bool(where) + [FAILED] * failed_only
+    if since:
+        conditions.append(f"timestamp >= {_microseconds('--from', since)}")
+    if until:
+        conditions.append(f"timestamp < {_microseconds('--to', until)}")
+    return " AND ".join(conditions)
+
+
+def _microseconds(option: str, text: str) -> int:
+    """A time as events have it. Raises BadInput."""
+    try:
+        return round(datetime.fromisoformat(text).timestamp() * 1_000_000)
+    except (ValueError, OverflowError) as error:
+        raise BadInput(
+            f"{option} {text}: write a time such as 2026-07-13T09:15 or 2026-07-13T09:15:00+02:00"
+        ) from error
+
+
 def _selected(
-    log: "KafkaLog",
-    resolved: "ResolvedConfig",
-    sources: "Sequence[RunState]",
-    where: str,
-    failed_only: bool,
-    selection: str,
-    *,
-    is_kept: bool,
-) -> "TrajectoriesSelected":
-    """The selection that the options ask for; a new one is written to the log if it is kept. Raises BadInput."""
-    from replayground.deploy.experience.selecting import FAILED, Choice, find, select
+    log: "KafkaLog", resolved: "ResolvedConfig", sources: "Sequence[RunState]", where: str, selection: str
+) -> "tuple[TrajectoriesSelected, bool]":
+    """The selection that the options ask for, and whether it is new, which is not written here. Raises BadInput."""
+    from replayground.deploy.experience.selecting import Choice, find
     from replayground.schemas.ids import new_id
     from replayground.schemas.run import FIELD as THE_FIELD
     from replayground.streams.replay.selection import find_selection
 
     if selection:
-        if where or failed_only:
-            raise BadInput("--selection names trajectories already: leave out --where and --failed-only")
-        return find_selection(log, selection)
-    conditions = [f"({where})"] * bool(where) + [FAILED] * failed_only
-    choice = Choice(sources, " AND ".join(conditions))
-    make = select if is_kept else find
-    return make(log, resolved, choice, f"selection-{new_id()[:13]}", THE_FIELD)
+        if where:
+            raise BadInput("--selection names trajectories already: leave out --where and the like")
+        return find_selection(log, selection), False
+    return find(log, resolved, Choice(sources, where), f"selection-{new_id()[:13]}", THE_FIELD), True
 
 
 @contextmanager
@@ -437,7 +467,7 @@ class _Lines:
         rate = done / max(1e-9, now - self._began)
         left = (total - done) / rate if rate else 0.0
         share = f"{done / total:.0%}" if total else ""
-        print(f"{self._what} {share}  {rate:,.0f}/s  {left:.0f} s left  {detail}", file=sys.stderr, flush=True)
+        echo_error(f"{self._what} {share}  {rate:,.0f}/s  {left:.0f} s left  {detail}")
 
 
 def _report(result: "RescoreResult", is_dry: bool) -> None:

@@ -1,20 +1,22 @@
 """The commands that show the field and its runs: status, runs, logs, sql, report."""
 
 import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from replayground.deploy.options import FIELD, Field, RunArgument, RunOption, console, echo, echo_error
+from replayground.deploy.terminal_text import cells, printable
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
     from replayground.deploy.local.folder import FieldFolder, RunFolder, StackFolder
     from replayground.deploy.local.stack import RunningStack
+    from replayground.deploy.operate.saved_queries import SavedQueries
     from replayground.deploy.resolve import ResolvedConfig
     from replayground.deploy.traces_client import RunEntry
     from replayground.streams.rules.runs import RunState
@@ -82,25 +84,100 @@ def logs(
             raise BadInput(f"there is no log of {program}; there are: {', '.join(known)}")
         files = [of_run[program]] if program is not None else list(of_run.values())
     try:
-        # -F and not -f: supervisord rotates log files, and tail must follow the name.
-        subprocess.run(["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)], check=False)
+        _print_ends([str(file) for file in files], lines, follow)
     except KeyboardInterrupt:
         # Ctrl-C is the normal end of following; exit code 0.
         return
 
 
+def _print_ends(files: list[str], lines: int, follow: bool) -> None:
+    """Prints the last lines of files, and what is added. Programs log what others wrote."""
+    # -F and not -f: supervisord rotates log files, and tail must follow the name.
+    command = ["tail", "-n", str(lines), *(["-F"] if follow else []), *files]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(printable(line.rstrip("\n")), flush=True)
+
+
 def sql(
-    statement: Annotated[str, typer.Argument(help="One SELECT.")],
+    statement: Annotated[str | None, typer.Argument(help="One SELECT.")] = None,
     run: RunOption = None,
+    form: Annotated[str, typer.Option("--format", help="table, csv, json (an object a line) or parquet.")] = "table",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file.")] = None,
+    query: Annotated[str | None, typer.Option("--query", help="Ask the saved query of this name.")] = None,
+    save: Annotated[str | None, typer.Option("--save", help="Keep the statement under this name, then ask it.")] = None,
+    saved: Annotated[bool, typer.Option("--list", help="List the saved queries.")] = False,
+    history: Annotated[int, typer.Option("--history", help="Show so many statements that were asked before.")] = 0,
+    explain: Annotated[bool, typer.Option("--explain", help="Show what ClickHouse would read instead.")] = False,
     field: Field = FIELD,
 ) -> None:
     """Query the traces of all runs in SQL, or of one run with --run. Works with the field down, too.
 
-    Example:  replayground sql "SELECT run_id, type, count() FROM events GROUP BY ALL ORDER BY 3 DESC"
+    Examples:  replayground sql "SELECT run_id, type, count() FROM events GROUP BY ALL ORDER BY 3 DESC"  ·
+    replayground sql "SELECT * FROM steps" --run 20260713 --format parquet -o steps.parquet  ·
+    replayground sql "SELECT * FROM tool_latency" --save tools  ·  replayground sql --query tools
     """
+    from replayground.deploy.field import existing_field
     from replayground.deploy.operate.requests import select
+    from replayground.deploy.operate.saved_queries import AskedQuery, SavedQueries
+    from replayground.schemas.ids import now_microseconds
 
-    _print_answer(select(field, statement, run, echo_error))
+    queries = SavedQueries(existing_field(field).path)
+    if saved or history:
+        _print_saved(queries, history)
+        return
+    if (statement is None) == (query is None):
+        raise BadInput("give one SELECT, or --query NAME; `replayground sql --list` shows the saved ones")
+    _require_format(form, output)
+    text = statement if statement is not None else queries.read(query or "")
+    answer = select(field, f"EXPLAIN indexes = 1 {text}" if explain else text, run, echo_error)
+    if save is not None:
+        # Only what was answered is kept: a statement with a mistake would be found much later.
+        queries.save(save, text)
+    queries.remember(AskedQuery(at=now_microseconds(), sql=text, run=run, rows=len(answer["rows"])))
+    if answer.get("truncated"):
+        echo_error(f"only the first {len(answer['rows'])} rows are returned ([traces] sql_rows_max)")
+    _show_answer(answer, form, output)
+
+
+def _require_format(form: str, output: Path | None) -> None:
+    from replayground.deploy.operate.result_formats import FORMATS
+
+    if form not in FORMATS:
+        raise BadInput(f"there is no format {form}; there are: {', '.join(FORMATS)}")
+    if form == "table" and output is not None:
+        raise BadInput("a table is for the terminal: with --output, give --format csv, json or parquet")
+    if form == "parquet" and output is None and sys.stdout.isatty():
+        raise BadInput("Parquet is not for the terminal: give --output FILE, or pipe it")
+
+
+def _show_answer(answer: dict[str, Any], form: str, output: Path | None) -> None:
+    from replayground.deploy.operate.result_formats import encoded, write
+
+    if form == "table":
+        _print_answer(answer)
+        return
+    data = encoded(answer["columns"], answer["rows"], form)
+    if output is None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    else:
+        write(data, output)
+        echo(f"{len(answer['rows'])} rows in {output}")
+
+
+def _print_saved(queries: "SavedQueries", history: int) -> None:
+    if history:
+        asked = queries.history(history)
+        rows = [(_local(one.at), one.run or "", str(one.rows), " ".join(one.sql.split())) for one in asked]
+        _print_table(("asked", "run", "rows", "statement"), rows)
+        return
+    _print_table(("name", "statement"), [(name, " ".join(queries.read(name).split())) for name in queries.names()])
+
+
+def _local(microseconds: int) -> str:
+    return datetime.fromtimestamp(microseconds / 1e6).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def report(run: RunArgument = None, field: Field = FIELD) -> None:
@@ -200,10 +277,12 @@ def _print_answer(answer: dict[str, Any]) -> None:
 def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     """Prints a table in a terminal, else tab-separated lines."""
     if not console.is_terminal:
-        print("\n".join("\t".join(row) for row in [columns, *rows]))
+        print("\n".join("\t".join(map(printable, row)) for row in [columns, *rows]))
         return
-    table = Table(*columns)
+    # `Table` takes headings that are no text as they are; add_column takes both.
+    table = Table()
+    for heading in cells(columns):
+        table.add_column(heading)
     for row in rows:
-        # As Text: values may contain square brackets, which Rich would read as markup.
-        table.add_row(*(Text(value) for value in row))
+        table.add_row(*cells(row))
     console.print(table)

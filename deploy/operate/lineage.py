@@ -7,6 +7,7 @@ import msgspec
 import typer
 
 from replayground.deploy.options import FIELD, Field, console, echo, echo_error
+from replayground.deploy.terminal_text import printable_json
 from replayground.schemas.errors import BadInput
 
 
@@ -40,7 +41,7 @@ def lineage(
             raise BadInput(f"{svg} cannot be written: {error.strerror}") from error
         echo_error(f"drawn into {svg}")
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(found), indent=2).decode())
+        print(printable_json(msgspec.json.format(msgspec.json.encode(found), indent=2).decode()))
         return
     for line in tree_of(found, everything):
         # Cut in a terminal: wrapped lines would break the tree.

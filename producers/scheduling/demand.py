@@ -104,7 +104,7 @@ class Demand:
     def observe(self, ask: GroupRequest, judged: GroupOutcome) -> None:
         """Updates the pass rates with the result of a training task. Call it once for each."""
         if self._has_curriculum and judged.version is not None:
-            self._rates.observe(self._family_of(ask), judged.version, judged.reward_mean, judged.members)
+            self._rates.observe(self._family_of(ask), judged.version, judged.pass_rate, judged.members)
 
     def note_published(self, version: int) -> None:
         self._rates.forget_before(version)

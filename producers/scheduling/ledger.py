@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from replayground.schemas.events import Address, GroupCompleted, Purpose, Sampling, Task, TaskSubmitted
 from replayground.schemas.ids import derived_id
+from replayground.streams.rules.reward import pass_rate
 from replayground.streams.rules.staleness import oldest_version
 
 RECENT_TASKS = 256
@@ -82,7 +83,8 @@ class GroupOutcome(Struct, frozen=True, array_like=True):
     "oldest weight version among the members that a batch would take; None = no batch takes the group"
     version: int | None
     "oldest weight version among its valid members"
-    reward_mean: float
+    pass_rate: float
+    "share of its valid members that passed"
     members: int
     "number of valid members"
     is_refused: bool = False
@@ -96,7 +98,7 @@ class GroupOutcome(Struct, frozen=True, array_like=True):
             is_dropped=event.dropped_because is not None,
             oldest=oldest_version(event),
             version=min(versions, default=None),
-            reward_mean=float(event.reward_mean),
+            pass_rate=pass_rate(valid),
             members=len(valid),
             is_refused=event.dropped_because == REFUSED,
         )

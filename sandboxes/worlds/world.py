@@ -7,6 +7,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import msgspec
 
 from replayground.sandboxes.tools.tool import Tool, ToolError, tool
+from replayground.sandboxes.worlds.checks import CHECK_TOOLS, Binary, Check
 from replayground.sandboxes.worlds.perturbations import Rule
 
 type Cell = str | int | float | None
@@ -26,12 +27,6 @@ class Table(msgspec.Struct, frozen=True):
                 raise ValueError(f"a row of {len(row)} cells in a table of {len(self.columns)} columns: {row}")
 
 
-class Binary(msgspec.Struct, frozen=True):
-    """A file that is not text. In JSON it is {"base64": "…"}."""
-
-    base64: bytes
-
-
 class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All fields but the name may be empty. Paths of files are relative to /work."""
 
@@ -44,8 +39,12 @@ class World(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     corpus: dict[str, str] = {}
     """Text by title: the documents that `search` finds."""
     perturbations: tuple[Rule, ...] = ()
+    checks: tuple[Check, ...] = ()
+    """What is looked at when the agents have ended."""
 
     def __post_init__(self) -> None:
+        if len({check.name for check in self.checks}) != len(self.checks):
+            raise ValueError("two checks have the same name")
         for key in self.keys:
             # Keys become file names below /work/kv.
             if not key or "/" in key or "\0" in key or key in (".", "..") or len(key.encode()) > 255:
@@ -129,5 +128,5 @@ def set_up_world(
         raise ToolError(f"the world could not be set up: {error}") from None
 
 
-WORLD_TOOLS: dict[str, Tool] = {set_up_world.name: msgspec.structs.replace(set_up_world, sets_up=True)}
+WORLD_TOOLS: dict[str, Tool] = CHECK_TOOLS | {set_up_world.name: msgspec.structs.replace(set_up_world, sets_up=True)}
 """Tools of the workbench itself. A backend must be opened with these beside the agent's tools."""

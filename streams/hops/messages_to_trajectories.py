@@ -284,6 +284,7 @@ def _assemble(attempt: PartialTrajectory, ended: RolloutEnded) -> TrajectoryAsse
         cost=ended.cost,
         # A single context is left out, as in events of older releases.
         contexts=attempt.contexts if len(attempt.contexts) > 1 else [],
+        findings=ended.findings,
     )
 
 

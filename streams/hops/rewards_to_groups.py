@@ -100,7 +100,8 @@ class GroupRewards:
             for rewards, counts in zip(chosen, are_valid, strict=True)
         ]
         assert next(by_valid, None) is None, "each advantage belongs to one valid member"
-        judges = "+".join(sorted(f"{reward.scorer}:{reward.scorer_version}" for reward in chosen[0]))
+        versions = {reward.scorer: reward.scorer_version for reward in chosen[0]}
+        judges = scorer_set(list(versions), versions)
         return GroupCompleted(
             # The newest reward, not the last one delivered: the same event for every order of arrival.
             meta=_meta(max((reward for rewards in chosen for reward in rewards), key=_age), members, judges),

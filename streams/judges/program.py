@@ -118,6 +118,8 @@ class JudgeWorker:
         self._pending = PendingTrajectories()
         self._asked: dict[Future[JudgementMade], Address] = {}
         "questions under way, and the trajectory of each"
+        self._has_reported = False
+        "that the budget is used up"
         self._trajectories: dict[Address, TrajectoryAssembled] = {}
         "whose judgement has not come back from the log; others are read again when they are needed"
 
@@ -273,4 +275,14 @@ class JudgeWorker:
         self._program_metrics.gauge("lag", len(self._pending) if trouble else 0)
         waiting = "; ".join(f"endpoint {name} is down: {reason}" for name, reason in sorted(trouble.items()))
         told = f"{len(self._asked)} questions under way, {budget.tokens} tokens used"
+        if budget.is_used_up:
+            self._report_used_up(budget)
+            told = f"THE BUDGET IS USED UP, further attempts are excluded; {told}"
         self._program_metrics.detail = f"{told}; {waiting}" if waiting else told
+
+    def _report_used_up(self, budget: Budget) -> None:
+        """An error in the log, once: the run goes on, and learns nothing more from tasks that a model judges."""
+        if not self._has_reported:
+            self._has_reported = True
+            remedy = "stop the run, and start one with a higher [judge] tokens_max or cost_max"
+            logger.error("judge_budget_used_up", tokens=budget.tokens, cost=budget.cost, remedy=remedy)

@@ -254,6 +254,9 @@ class KafkaLog:
                 committed=sum(offset for place, offset in committed.items() if place[0] == topic),
                 end=sum(end for place, end in ends.items() if place[0] == topic),
                 has_begun=any(place[0] == topic for place in committed),
+                lag_by_partition={
+                    place[1]: max(0, end - committed.get(place, 0)) for place, end in ends.items() if place[0] == topic
+                },
             )
             for topic in topics
         }

@@ -123,6 +123,11 @@ class MemoryLog:
                     committed=sum(self.committed(group, place) for place in places if place[0] == topic),
                     end=sum(len(self._partitions[place]) for place in places if place[0] == topic),
                     has_begun=any((group, *place) in self._committed for place in places if place[0] == topic),
+                    lag_by_partition={
+                        place[1]: len(self._partitions[place]) - self.committed(group, place)
+                        for place in places
+                        if place[0] == topic
+                    },
                 )
                 for topic in topics
             }

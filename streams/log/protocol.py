@@ -4,8 +4,8 @@ Callers pass and get events; the backend chooses topic, key and partition by sch
 and may block; asyncio programs call them in a thread. A reader belongs to one thread.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -135,6 +135,7 @@ class GroupLag:
     end: int
     has_begun: bool = True
     "whether the group has a position on the topic (Log.begin_group)"
+    lag_by_partition: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def lag(self) -> int:

@@ -56,6 +56,7 @@ class CopyRule(Struct, frozen=True, kw_only=True):
         members = [member for member in batch.members if self._has(member)]
         if not members:
             return None
+        kept = {member.group_id for member in members}
         meta = msgspec.structs.replace(
             batch.meta,
             id=derived_id("BatchCut", self.run_id, index, batch.meta.id, len(members)),
@@ -64,8 +65,20 @@ class CopyRule(Struct, frozen=True, kw_only=True):
             causation_id=batch.meta.id,
         )
         return msgspec.structs.replace(
-            batch, meta=meta, index=index, base_version=self.first_version + index, members=members, positions=[]
+            batch,
+            meta=meta,
+            index=index,
+            base_version=self.first_version + index,
+            members=members,
+            groups=[group_id for group_id in batch.groups if group_id in kept],
+            positions=[],
         )
+
+    def is_done(self, state: "CopyState") -> bool:
+        """Whether no further batch of the source can be wanted."""
+        # With a selection, batches of which nothing was chosen are skipped.
+        copied = state.index_next + state.skipped
+        return self.until is not None and self.first_version + copied >= self.until
 
     def _has(self, member: BatchMember) -> bool:
         if self.selections is None:
@@ -102,6 +115,8 @@ def copy_batches(
         position = Position(topic=_TOPIC, partition=0, offset=state.offset)
         with closing(log.reader([_TOPIC], start=[position], run_id=rule.source)) as reader:
             while not stop.is_set():
+                if rule.is_done(state):
+                    return state
                 # Asked before the poll: what the source wrote before its end is then on the log.
                 is_last = has_ended()
                 deliveries = reader.poll(_BATCHES_PER_COMMIT, _POLL_SECONDS)

@@ -23,6 +23,8 @@ class RescoreRequest(Struct, frozen=True, kw_only=True):
     "id of the TrajectoriesSelected that says which ones; empty = all of the sources"
     is_forced: bool = False
     "scorers that do not say what they need are run all the same"
+    is_followed: bool = False
+    "what the sources play from now on is judged too, until all of them have ended"
     score_seconds_max: float = 10.0
     "a scorer that takes longer excludes the trajectory"
     trajectories_per_commit: int = 4000

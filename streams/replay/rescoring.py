@@ -213,7 +213,9 @@ class _PartitionWork:
             end = self._wanted.end()
             # Only after an empty poll: the broker is asked. The last offsets may hold markers of transactions.
             is_over = end is not None and (self._state.offset >= end or (not deliveries and reader.caught_up()))
-            if self._uncommitted >= self._wanted.trajectories_per_commit or (is_over and self._uncommitted):
+            # While sources are followed, what was judged is written as soon as they pause.
+            is_idle = is_over or (end is None and not deliveries)
+            if self._uncommitted >= self._wanted.trajectories_per_commit or (is_idle and self._uncommitted):
                 self._commit()
             self._report(self._partition, self._state)
             if is_over:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from replayground.schemas.events import RewardAssigned
+from replayground.streams.rules.advantage import drop_reason
 from replayground.streams.rules.reward import has_passed, is_valid, reward_of
 
 CHANGES_KEPT = 10
@@ -167,8 +168,8 @@ class Comparing:
             return
         self._sums.groups += 1
         self._sums.groups_reordered += _is_reordered(members)
-        signal_before = len({before.reward for before, _ in members}) > 1
-        signal_after = len({after.reward for _, after in members}) > 1
+        signal_before = drop_reason([before.reward for before, _ in members]) is None
+        signal_after = drop_reason([after.reward for _, after in members]) is None
         self._sums.groups_gained += signal_after and not signal_before
         self._sums.groups_lost += signal_before and not signal_after
 
@@ -186,16 +187,17 @@ def _is_reordered(members: Sequence[tuple[JudgedAttempt, JudgedAttempt]]) -> boo
 
 
 def judgements(rewards: Iterable[RewardAssigned]) -> Iterator[JudgedAttempt]:
-    """Rewards of one partition in the order of the log, as one judgement for each attempt. Repeats are left out.
-
-    Not covered: rewards of one attempt that do not stand together, as a judge's that came later."""
+    """Rewards of one partition in the order of the trajectories, as one judgement for each attempt. Repeats are left out,
+    and attempts that not all of their scorers have judged."""
     last = -1
     for offset, of_attempt in groupby(rewards, key=lambda reward: reward.trajectory.offset):
         # The live stage repeats what it wrote since its last commit when it was killed.
         if offset > last:
             last = offset
             by_scorer = {reward.scorer: reward for reward in of_attempt}
-            yield JudgedAttempt.of(list(by_scorer.values()))
+            rewards = list(by_scorer.values())
+            if by_scorer.keys() >= set(rewards[0].scorers):
+                yield JudgedAttempt.of(rewards)
 
 
 def compare(before: Iterator[JudgedAttempt], after: Iterator[JudgedAttempt], partition: int = 0) -> Comparison:

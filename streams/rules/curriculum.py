@@ -29,34 +29,34 @@ class PassRateBand(Struct, frozen=True, kw_only=True):
 
 
 class PassRates:
-    """Rewards of each family by the weight version that earned them. A fold: `observe` may be called in any order."""
+    """Successes of each family by the weight version that had them. A fold: `observe` may be called in any order."""
 
     def __init__(self, half_life_versions: float) -> None:
         self._half_life_versions = half_life_versions
         # Fractions add exactly: every order of observations gives the same sums, to the last bit.
         self._seen: dict[str, dict[int, tuple[Fraction, int]]] = {}
-        "family -> version -> sum of rewards, number of members"
+        "family -> version -> number of members that passed, number of members"
         self._oldest = -math.inf
         "older versions are forgotten, whether they were observed before or are observed later"
 
-    def observe(self, family: str, version: int, reward_mean: float, members: int) -> None:
-        """Adds a group with so many valid members. A mean reward below 0 counts as 0, one above 1 as 1."""
+    def observe(self, family: str, version: int, pass_rate: float, members: int) -> None:
+        """Adds a group with so many valid members, of which this share has passed."""
         if version < self._oldest:
             return
-        reward = Fraction(min(1.0, max(0.0, reward_mean)))
-        rewards, count = self._seen.setdefault(family, {}).get(version, (Fraction(0), 0))
-        self._seen[family][version] = (rewards + reward * members, count + members)
+        share = Fraction(min(1.0, max(0.0, pass_rate)))
+        passed, count = self._seen.setdefault(family, {}).get(version, (Fraction(0), 0))
+        self._seen[family][version] = (passed + share * members, count + members)
 
     def successes_and_failures(self, family: str, version: int) -> tuple[float, float]:
         """Observations of a family, decayed to `version`, plus the prior."""
         successes = failures = _PRIOR
         # Sorted: floats are added here, so the order must be fixed.
-        for seen_at, (rewards, count) in sorted(self._seen.get(family, {}).items()):
+        for seen_at, (passed, count) in sorted(self._seen.get(family, {}).items()):
             half_lives = max(0, version - seen_at) / self._half_life_versions
             if half_lives <= _FORGOTTEN_HALF_LIVES:
                 weight = 0.5**half_lives
-                successes += weight * float(rewards)
-                failures += weight * float(count - rewards)
+                successes += weight * float(passed)
+                failures += weight * float(count - passed)
         return successes, failures
 
     def worth(self, family: str, version: int, band: PassRateBand) -> float:
@@ -77,7 +77,7 @@ class PassRates:
 
     @property
     def seen(self) -> Mapping[str, Mapping[int, tuple[Fraction, int]]]:
-        """All observations: family -> version -> sum of rewards, number of members."""
+        """All observations: family -> version -> number of members that passed, number of members."""
         return self._seen
 
     @property

@@ -9,7 +9,7 @@ a test compares them on real stores.
 import math
 from collections.abc import Mapping, Sequence
 
-from replayground.schemas.events import RewardAssigned
+from replayground.schemas.events import BatchMember, GroupMember, RewardAssigned
 
 PASS_MARK = 1.0
 "score of a scorer that names no mark of its own, from which on an attempt has passed"
@@ -37,6 +37,17 @@ def has_passed(rewards: Sequence[RewardAssigned]) -> bool:
     """Whether an attempt passed, from one RewardAssigned of each of its scorers."""
     decisions = [decision for reward in rewards if (decision := _decision(reward)) is not None]
     return is_valid(rewards) and bool(decisions) and all(decisions)
+
+
+def member_passed(member: GroupMember | BatchMember) -> bool:
+    """Whether a member of a group or batch passed: what is stored, and of older events, which do not say it, what their
+    reward says."""
+    return bool(passes(member.reward, PASS_MARK)) if member.passed is None else member.passed
+
+
+def pass_rate(members: Sequence[GroupMember]) -> float:
+    """Share of these members that passed; 0 without any."""
+    return sum(map(member_passed, members)) / len(members) if members else 0.0
 
 
 def passes(score: float, pass_mark: float | None) -> bool | None:

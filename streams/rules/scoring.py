@@ -14,6 +14,7 @@ from replayground.streams.rules.scorers.gaia import GaiaMatch
 from replayground.streams.rules.scorers.json_match import JsonMatch
 from replayground.streams.rules.scorers.numeric import NumericTolerance
 from replayground.streams.rules.scorers.regex import RegexMatch
+from replayground.streams.rules.scorers.stored_world import SqlWorld, WorldChecks
 from replayground.streams.rules.scorers.table import TableMatch
 
 BUILT_IN: tuple[Scorer, ...] = (
@@ -23,6 +24,8 @@ BUILT_IN: tuple[Scorer, ...] = (
     RegexMatch(),
     JsonMatch(),
     TableMatch(),
+    SqlWorld(),
+    WorldChecks(),
 )
 "those that a task can name without any settings"
 

@@ -19,6 +19,7 @@ SIGNATURES = {
     "temperature=None, top_p=None, max_tokens_per_turn=None, turns_max=None, tokens_max=None, "
     "plain_answers=False, shows_right_form=True)",
     "BadInput": None,
+    "Check": "(*, name, kind, path='', command='', files=<factory>, timeout_seconds=30)",
     "Checkpoint": "(*, name, answers=None, says=None, calls=None, arguments=None, weight=1.0)",
     "Checkpoints": "(*, name='checkpoints', weight=1.0, pass_mark=1.0, steps=())",
     "Composite": "(*, name='composite', weight=1.0, pass_mark=1.0, scorers)",
@@ -62,6 +63,7 @@ SIGNATURES = {
     "SqlResult": "(columns, rows, truncated=False)",
     "SqlResult.to_arrow": "(self)",
     "SqlResult.to_pandas": "(self)",
+    "SqlWorld": "(*, name='sql_world', weight=1.0, pass_mark=1.0, changes=None, check='', partial=False)",
     "SubmissionResult": "(submitted, repeated)",
     "Table": "(columns, rows)",
     "TableMatch": "(*, name='table', weight=1.0, pass_mark=1.0, measure='cells', key=(), ordered=False)",
@@ -72,10 +74,12 @@ SIGNATURES = {
     "ToolError": None,
     "TrajectoryAssembled": "(*, meta, task, index, seed, tokens, loss_mask, logprobs, segments, transcript, answer, "
     "ended_by, reason, turns, tokens_sampled, policy_version_oldest, template_hash, tools_hash, "
-    "world_hash, cost, contexts=<factory>)",
+    "world_hash, cost, contexts=<factory>, findings=<factory>)",
     "World": "(*, name, files=<factory>, tables=<factory>, keys=<factory>, pages=<factory>, corpus=<factory>, "
-    "perturbations=())",
+    "perturbations=(), checks=())",
     "World.to_json": "(self)",
+    "WorldChecks": "(*, name='checks', weight=1.0, pass_mark=1.0, expected=None, only=(), partial=False)",
+    "WorldFinding": "(*, name, kind, content, exit_code=None, problem=None)",
     "load_job": "(module)",
     "scorer": "(function=None, *, version=None, weight=1.0, pass_mark=1.0, needs=None, timeout_seconds=60.0)",
     "tool": "(function=None, *, needs=frozenset, call_timeout_seconds=None, apart=False)",

@@ -1,6 +1,6 @@
 """The parts of the traces program over a log in memory with two runs on it, until standard input is closed.
 
-A process of its own, as in life: NiceGUI has one application per process and looks at every object in it.
+A process of its own, as in life, so that the page is measured without the tests beside it.
     python -m tests.consumers.dashboard_program <folder> <port>
 """
 

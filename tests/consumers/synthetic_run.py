@@ -489,6 +489,10 @@ class SyntheticRun:
         if batch:
             metrics = {
                 "reward_mean": sum(rewards) / len(rewards),
+                "pass_rate": sum(rewards) / len(rewards),
+                "entropy": 2.0 / (1 + version / 8),
+                "k3": 0.002 * (version % 5),
+                "gradient_norm": 0.4 + 0.1 * (version % 4),
                 "staleness_max": float(version % 3),
                 "logprob_gap_mean": 2e-7,
                 "logprob_gap_tokens": 100.0,

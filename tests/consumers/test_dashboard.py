@@ -1,10 +1,14 @@
 """The page in a real Chromium, and the interface that it rests on."""
 
+import functools
+import http.server
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -34,7 +38,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         asked(f"{url}/api/runs", program)
-        assert httpx.post(f"{url}/api/finish", timeout=120).status_code == 200  # everything is in the store
+        assert httpx.post(f"{url}/api/finish", json={}, timeout=120).status_code == 200  # everything is in the store
         yield url
     finally:
         program.communicate(timeout=30)
@@ -128,7 +132,7 @@ def test_sql_is_answered_on_the_page(page: Page) -> None:
     expect(page.get_by_role("cell", name="1", exact=True)).to_be_visible(timeout=20_000)
     page.locator("textarea").first.fill("SELECT file('/etc/passwd')")
     page.get_by_role("button", name="Ask").click()
-    expect(page.get_by_text("the function file is not allowed here")).to_be_visible(timeout=20_000)
+    expect(page.get_by_text("the function file is not about the traces")).to_be_visible(timeout=20_000)
 
 
 def test_the_interface_answers(address: str) -> None:
@@ -136,17 +140,17 @@ def test_the_interface_answers(address: str) -> None:
     assert view["finished"] is True
     assert view["steps"] == 12
     question = {"sql": "SELECT count() AS n FROM steps"}
-    answer = httpx.post(f"{address}/api/sql", json=question).json()
+    answer = httpx.post(f"{address}/api/sql", json=question, timeout=60).json()
     assert (answer["columns"], answer["rows"]) == (["n"], [[14 + 7]]), "SQL is asked of all runs"
     for run_id, steps in (("run-0", 7), ("run-1", 14)):
-        answer = httpx.post(f"{address}/api/sql", json=question, params={"run": run_id}).json()
+        answer = httpx.post(f"{address}/api/sql", json=question, params={"run": run_id}, timeout=60).json()
         assert answer["rows"] == [[steps]]
     lines = httpx.get(f"{address}/api/transcripts", params={"outcome": "failed", "rows": 3}).json()
     assert len(lines) == 3
     assert all(line["reward"] == 0 and line["passed"] is False for line in lines)
     told = httpx.get(f"{address}/api/transcripts/{lines[0]['trajectory_id']}").json()
     assert [utterance["role"] for utterance in told["utterances"]] == ["user", "assistant", "tool", "assistant"]
-    done = httpx.post(f"{address}/api/finish", timeout=60).json()
+    done = httpx.post(f"{address}/api/finish", json={}, timeout=60).json()
     assert done["summary"]["trace_rows"] == done["summary"]["log_events"]
     assert done["report"].startswith("<!doctype html>")
 
@@ -165,7 +169,7 @@ def test_everything_can_be_asked_of_an_older_run(address: str) -> None:
     older = {"run": "run-0"}
     view = httpx.get(f"{address}/api/overview", params=older).json()
     assert (view["run_id"], view["state"], view["steps"], view["steps_target"]) == ("run-0", "stopped", 5, 5)
-    done = httpx.post(f"{address}/api/finish", params=older, timeout=60).json()
+    done = httpx.post(f"{address}/api/finish", params=older, json={}, timeout=60).json()
     assert done["summary"]["run_id"] == "run-0"
     assert done["summary"]["trace_rows"] == done["summary"]["log_events"]
     assert "run-0" in httpx.get(f"{address}/api/report", params=older).text
@@ -196,9 +200,58 @@ def test_an_unknown_run_is_told_with_the_nearest_ones(address: str, method: str,
     "body", [b"", b"[]", b'{"sql": 1}', b'{"sql": "DROP TABLE events"}', b'{"sql": "SELECT nope FROM events"}']
 )
 def test_bad_questions_get_one_sentence(address: str, body: bytes) -> None:
-    answer = httpx.post(f"{address}/api/sql", content=body)
+    answer = httpx.post(f"{address}/api/sql", content=body, headers={"Content-Type": "application/json"}, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]
+
+
+def test_a_page_of_another_origin_can_send_nothing(page: Page, address: str, tmp_path: Path) -> None:
+    """In Chromium: what a stranger's page sends is refused, and the page is shown in no frame of it."""
+    (tmp_path / "index.html").write_text(f"<!doctype html><iframe src='{address}/'></iframe>")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as stranger:
+        threading.Thread(target=stranger.serve_forever).start()
+        opened = page.context.new_page()
+        # Another port of the same machine is another origin, and the same site: the nearest that a stranger gets.
+        opened.goto(f"http://127.0.0.1:{stranger.server_address[1]}/index.html")
+        sent = opened.evaluate(_STRANGER, address)
+        framed = opened.frames[1].url
+        opened.close()
+        stranger.shutdown()
+    assert sent == {"sql": "opaque", "finish": "opaque", "json": "refused", "socket": "closed", "read": "refused"}
+    assert framed.startswith("chrome-error:")
+    for path in ("sql", "finish", "reconcile"):
+        answer = httpx.post(
+            f"{address}/api/{path}", content=b'{"sql": "SELECT 1"}', headers={"Content-Type": "text/plain"}
+        )
+        assert answer.status_code == 415
+        elsewhere = {"Origin": "http://evil.example"}
+        assert httpx.post(f"{address}/api/{path}", json={}, headers=elsewhere).status_code == 403
+        near = {"Sec-Fetch-Site": "same-site"}
+        assert httpx.post(f"{address}/api/{path}", json={}, headers=near).status_code == 403
+
+
+_STRANGER = """async (address) => {
+    const sent = async (path, options) => {
+        try { return (await fetch(address + path, options)).type; } catch (error) { return "refused"; }
+    };
+    const simple = {method: "POST", mode: "no-cors", body: '{"sql": "SELECT 1"}'};
+    const json = {method: "POST", headers: {"Content-Type": "application/json"}, body: '{"sql": "SELECT 1"}'};
+    const socket = new WebSocket(address.replace("http", "ws") + "/any/socket");
+    const ended = new Promise((found) => { socket.onopen = () => found("open"); socket.onclose = () => found("closed"); });
+    return {
+        sql: await sent("/api/sql", simple), finish: await sent("/api/finish", simple), json: await sent("/api/sql", json),
+        socket: await ended, read: await sent("/api/runs", {}),
+    };
+}"""
+
+
+def test_responses_say_how_they_may_be_used(address: str) -> None:
+    for path in ("/", "/api/runs"):
+        headers = httpx.get(f"{address}{path}", timeout=60).headers
+        assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Referrer-Policy"] == "no-referrer"
 
 
 def test_another_name_for_this_machine_is_not_answered(address: str) -> None:

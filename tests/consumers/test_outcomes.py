@@ -7,7 +7,6 @@ from collections import defaultdict
 import msgspec
 import pytest
 
-from replayground.consumers.clickhouse.migrations import TABLE
 from replayground.consumers.clickhouse.queries import SESSIONS_OF_RUNS, TELLING, TRANSCRIPTS
 from replayground.consumers.clickhouse.rows import event_row
 from replayground.consumers.clickhouse.store import Store
@@ -26,6 +25,7 @@ from replayground.schemas.events import (
 from replayground.schemas.ids import derived_id
 from replayground.streams.rules.reward import has_passed, is_valid, reward_of
 from tests.consumers.synthetic_run import SyntheticRun, run_of
+from tests.consumers.test_migrations import released_store
 
 RUN_ID = "run-1"
 SCORES = (0.0, 0.3, 0.5, 0.999_999_5, 0.99, 1.0, 1.5, -2.0, 1e9, 2e9, math.nan, math.inf)
@@ -177,17 +177,11 @@ def test_pass_at_1_is_the_share_of_first_attempts_that_passed(store: Store) -> N
     assert store.ask(TELLING, telling | {"passed": 0}).rows == [("second",)]
 
 
-def test_a_store_of_an_older_release_opens_and_has_outcomes(chdb_dsn: str) -> None:
+def test_a_store_of_an_older_release_opens_and_has_outcomes(store: Store) -> None:
     """Without the columns that were added since, with rows that were inserted before."""
-    opening = Store(chdb_dsn, "older_release", threads=1)
-    for statement in ("DROP VIEW outcomes", "DROP VIEW rewards"):
-        opening._writing.command(statement)
-    opening._writing.command("DROP TABLE events SYNC")
-    opening._writing.command(TABLE)
     events = list(SyntheticRun(run_of(steps=1, demonstrations=2), evaluation_tasks=2).events())
-    insert(opening, events)
-    opening.close()
-    store = Store(chdb_dsn, "older_release", threads=1)
+    rows = [event_row(Address(event.meta.topic, 0, at), event) for at, event in enumerate(events)]
+    store = Store(store._dsn, released_store(store, 1, rows), threads=1)
     rewards = [event for event in events if isinstance(event, RewardAssigned)]
     attempts: dict[str, list[RewardAssigned]] = defaultdict(list)
     for event in rewards:

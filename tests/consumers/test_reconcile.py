@@ -52,7 +52,7 @@ def test_a_missing_row_is_found_and_comes_back(filled: MemoryLog, store: Store) 
 def test_a_row_that_says_something_else_is_found_and_put_right(filled: MemoryLog, store: Store) -> None:
     for _ in range(2):  # the second time the very rows are inserted that were inserted before
         store._writing.command(
-            "ALTER TABLE events UPDATE body = replaceAll(body, '1', '2') WHERE type = 'StepTaken'",
+            "ALTER TABLE payloads UPDATE body = replaceAll(body, '1', '2') WHERE type = 'StepTaken'",
             settings={"mutations_sync": 1},
         )
         (steps,) = disagreeing(compared(filled, store))
@@ -79,7 +79,7 @@ def test_a_row_without_an_event_is_found_and_removed(filled: MemoryLog, store: S
     partition = 0 if offset else 99
     store._writing.command(
         "INSERT INTO events (topic, partition, offset, type, id) "
-        f"VALUES ('rewards', {partition}, {offset}, 'RewardAssigned', 'nobody', '{{}}')"
+        f"VALUES ('rewards', {partition}, {offset}, 'RewardAssigned', 'nobody')"
     )
     (rewards,) = disagreeing(compared(filled, store))
     assert (rewards.topic, rewards.partition, rewards.surplus) == ("rewards", partition, 1)
@@ -92,7 +92,7 @@ def test_rows_of_what_the_log_has_forgotten_stay(filled: MemoryLog, store: Store
     """A version whose newer message stands for it, and a heartbeat older than the topic's memory."""
     store._writing.command(
         "INSERT INTO events (topic, partition, offset, type, id) VALUES "
-        "('weights', 0, 1000000, 'WeightsPublished', 'forgotten', '{}'), ('control', 99, 0, 'WorkerSeen', 'old', '{}')"
+        "('weights', 0, 1000000, 'WeightsPublished', 'forgotten'), ('control', 99, 0, 'WorkerSeen', 'old')"
     )
     before = row_count(store)
     assert wrong(compared(filled, store, repair=True)) == []

@@ -4,23 +4,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import msgspec
+import numpy
 import pytest
+import torch
 
 from replayground.consumers import weights_to_vllm
 from replayground.consumers.config import ReloaderSettings
 from replayground.consumers.vllm_admin import VllmAdmin
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
-from replayground.schemas.events import ControlIssued, Meta, Probe, WeightsLoaded
+from replayground.schemas.events import ControlIssued, Meta, Probe, WeightsFile, WeightsLoaded
 from replayground.schemas.ids import new_id, now_microseconds
 from replayground.schemas.metrics import ProgramMetrics
-from replayground.schemas.packed import pack_logprobs, unpack_logprobs
+from replayground.schemas.packed import pack_logprobs, unpack_logprobs, unpack_tokens
 from replayground.schemas.registry import MemoryRegistry
 from replayground.schemas.run import JobSettings, LogSettings, Run
 from replayground.streams.log.memory import MemoryLog
+from replayground.trainer.batch import Episode, training_batch
+from replayground.trainer.config import GrpoSettings, LoraSettings, TrainerSettings
+from replayground.trainer.engines.torch_engine import TorchEngine
+from replayground.trainer.step import _Step
 from tests.consumers.tiny_llama import published
 
 
@@ -175,3 +182,55 @@ def test_a_server_that_forgot_its_version_is_brought_back(
         until(lambda: len(loaded_of(log)) == 2)
         until(lambda: sampled_versions(vllm_url) == ["4"])
     admin.close()
+
+
+def test_an_adapter_is_merged_and_what_is_sampled_from_it_at_a_temperature_is_the_trainers(
+    log: MemoryLog, run: Run, settings: ReloaderSettings, vllm_url: str, vllm_blobs: Blobs, tmp_path: Path
+) -> None:
+    base = published(run.run_id, 7, vllm_blobs)
+    files = {file.name: tmp_path / file.name for file in base.files}
+    for file in base.files:
+        vllm_blobs.get_to_file(file.uri, file.sha256, files[file.name])
+    engine = TorchEngine(TrainerSettings(lora=LoraSettings(rank=4)), 0)
+    engine.load(files, {})
+    assert engine._adapters is not None
+    with torch.no_grad():
+        for factor in engine._adapters.parameters.values():
+            factor.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+    stored = [(name, vllm_blobs.put_file(path)) for name, path in sorted(engine.save(tmp_path).items())]
+    tokens = unpack_tokens(base.probe.tokens)
+    adapter = msgspec.structs.replace(
+        base,
+        kind="lora",
+        files=[WeightsFile(name=name, uri=p.uri, sha256=p.sha256, size_bytes=p.size_bytes) for name, p in stored],
+        probe=Probe(tokens=base.probe.tokens, logprobs=pack_logprobs(engine.probe(tokens))),
+    )
+    assert (
+        max(abs(a - b) for a, b in zip(engine.probe(tokens), unpack_logprobs(base.probe.logprobs), strict=True)) > 0.1
+    )
+    log.append(adapter)
+    with reloading(log, run, settings):
+        until(lambda: sampled_versions(vllm_url) == ["7"])
+    (loaded,) = loaded_of(log)
+    assert loaded.refusal is None
+    assert loaded.probe_gap is not None
+    assert loaded.probe_gap < 1e-4
+    said, mu = sampled_at(vllm_url, tokens, 0.5)
+    sampled = numpy.arange(len(tokens) + len(said)) >= len(tokens)
+    whole = numpy.array([*tokens, *said], numpy.int32)
+    zeros = numpy.zeros(len(whole), numpy.float32)
+    episode = Episode(whole, sampled, zeros, zeros.astype(numpy.int64), temperatures=zeros + 0.5)
+    model, _ = engine._ready()
+    with torch.no_grad():
+        (theta,) = _Step(
+            model, torch.optim.SGD([torch.zeros(1)]), training_batch([episode], 1000), GrpoSettings(), 0, 0
+        ).logprobs_by(model)
+    assert theta.tolist() == pytest.approx(mu, abs=1e-4)
+
+
+def sampled_at(url: str, tokens: list[int], temperature: float) -> tuple[list[int], list[float]]:
+    """What the server samples after these tokens, and the log-probabilities that it tells of it."""
+    params = {"max_tokens": 8, "temperature": temperature, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    body = {"token_ids": tokens, "sampling_params": params}
+    (choice,) = httpx.post(f"{url}/inference/v1/generate", json=body, timeout=20.0).json()["choices"]
+    return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]

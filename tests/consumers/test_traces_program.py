@@ -40,7 +40,7 @@ def asked(method: str, url: str, seconds: float = 60.0) -> Any:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return httpx.request(method, url, timeout=seconds).json()
+            return httpx.request(method, url, json={} if method == "POST" else None, timeout=seconds).json()
         except httpx.TransportError:
             assert time.monotonic() < deadline, "the program does not answer"
             time.sleep(0.1)

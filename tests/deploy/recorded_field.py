@@ -4,7 +4,7 @@ import contextlib
 import io
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,15 @@ def running_field(folder: Path, addresses: LogAddresses) -> Iterator[FieldFolder
         called(folder, "down")
 
 
-def record_run(field: FieldFolder, module: Path, answers: Sequence[Sequence[str]], scorers: Sequence[str]) -> str:
-    """A run of a job with these groups of answers, the right one being 7, assembled and scored; returns its id."""
+def record_run(
+    field: FieldFolder,
+    module: Path,
+    answers: Sequence[Sequence[str]],
+    scorers: Sequence[str],
+    versions: Mapping[str, str] | None = None,
+) -> str:
+    """A run of a job with these groups of answers, the right one being 7, assembled and scored; returns its id.
+    `versions`: what RunStarted says of its scorers, when that is not what the module has."""
     resolved = load(field)
     run_id = f"recorded-{uuid.uuid4().hex[:8]}"
     asked = RequestedConfig(source="test", raw={"job": {"module": str(module)}})
@@ -83,7 +90,7 @@ def record_run(field: FieldFolder, module: Path, answers: Sequence[Sequence[str]
             code_version="test",
             packages={},
             positions=end_positions(log),
-            scorers=scorers_of(str(module)),
+            scorers={**scorers_of(str(module)), **(versions or {})},
         )
         write_start(log, start)
         play(log, run_id, answers, scorers)

@@ -13,7 +13,7 @@ from replayground.deploy.local.folder import FieldFolder
 from replayground.deploy.local.stack import LogAddresses
 from replayground.deploy.resolve import load
 from replayground.deploy.run_lifecycle import log_of
-from replayground.deploy.runs import end_positions, write_end
+from replayground.deploy.runs import end_positions, list_runs, write_end
 from replayground.deploy.traces_client import TracesClient
 from tests.deploy.recorded_field import command, record_run, running_field
 
@@ -268,3 +268,17 @@ def test_a_run_that_asks_nobody_has_no_queue(recorded: Recorded) -> None:
     refused = recorded.verdicts("next")
     assert refused.returncode == 2
     assert "asks people" in refused.stderr
+
+
+def test_a_run_is_not_resumed_with_another_scorer(field: FieldFolder) -> None:
+    module, before = field.path.parent / "asking.py", {"helpful": "another"}
+    run_id = record_run(field, module, [["7", "8"]], ["helpful"], versions=before)
+    with log_of(load(field)) as log:
+        write_end(log, run_id, 0, "stopped", "")
+    refused = command("resume", run_id, "--field", str(field.path))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+    assert f"{run_id} began with another" in refused.stderr
+    with log_of(load(field)) as log:
+        assert list_runs(log)[run_id].starts == 0
+    asked = Recorded(field, run_id)
+    assert f"another one than that which {run_id} began with" in asked.verdicts("next").stderr

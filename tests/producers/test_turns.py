@@ -16,6 +16,7 @@ from replayground.sandboxes.pool import Pool
 from replayground.sandboxes.protocol import SandboxFailed
 from replayground.sandboxes.tools.registry import toolset
 from replayground.sandboxes.workbench import Workbench
+from replayground.sandboxes.worlds.checks import Check
 from replayground.sandboxes.worlds.world import WORLD_TOOLS, World
 from replayground.schemas.errors import LogUnavailable
 from replayground.schemas.events import (
@@ -37,6 +38,7 @@ from tests.producers.field import RUN_ID, no_blobs, tokenizer_json
 
 PYTHON = '<tool_call>{"name": "python", "arguments": {"code": "5*9"}}</tool_call>'
 CHAT = ChatFormat(tokenizer_json())
+WORLD = World(name="w")
 
 
 def request(
@@ -100,14 +102,16 @@ async def played(
     policy: Scripted,
     asked: RolloutRequested | None = None,
     python: Callable[..., str] = lambda arguments: str(eval(arguments["code"])),
+    world: World = WORLD,
+    commands: Callable[..., str] = lambda arguments: "",
 ) -> list[Event]:
-    scripts = {"python": python, **{name: lambda arguments: "" for name in WORLD_TOOLS}}
+    scripts = {"python": python, **{name: lambda arguments: "" for name in WORLD_TOOLS}, "run_command": commands}
     emitted: list[Event] = []
     async with Pool(ScriptedBackend(scripts), 1) as pool:
         await play(
             asked or request(),
             policy=policy,
-            bench=Workbench(pool, toolset(["python"]), World(name="w"), seed=11, owner="o"),
+            bench=Workbench(pool, toolset(["python"]), world, seed=11, owner="o"),
             chat=CHAT,
             system_prompt="Tools: python",
             worker="worker-1",
@@ -116,6 +120,38 @@ async def played(
             tools_hash="t",
         )
     return emitted
+
+
+CHECKED = World(
+    name="w",
+    checks=(
+        Check(name="report", kind="file", path="report.txt"),
+        Check(name="tests", kind="command", command="pytest"),
+        Check(name="rows", kind="tables"),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("texts", "ended_by"), [((PYTHON, "<answer>45</answer>"), "answered"), ((PYTHON,), "turn_limit")]
+)
+async def test_what_the_checks_of_the_world_find_is_stored_with_the_attempt(
+    texts: tuple[str, ...], ended_by: str
+) -> None:
+    passed = msgspec.json.encode(
+        {"exit_code": 0, "output": "\ud800 2 passed".encode("utf-8", "replace").decode()}
+    ).decode()
+    end = last(await played(Scripted(*texts), world=CHECKED, commands=lambda arguments: passed))
+    assert end.ended_by == ended_by
+    report, tests, rows = end.findings
+    assert (report.name, report.content, report.problem) == ("report", "", "report.txt")
+    assert (tests.kind, tests.exit_code, tests.content) == ("command", 0, "? 2 passed")
+    assert (rows.kind, rows.content) == ("tables", "{}")
+
+
+async def test_an_attempt_that_is_cut_off_has_no_findings() -> None:
+    end = last(await played(Scripted(PYTHON), request(seconds=0.0), world=CHECKED))
+    assert (end.ended_by, end.findings) == ("infra_error", [])
 
 
 def last(events: list[Event]) -> RolloutEnded:

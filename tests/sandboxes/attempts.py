@@ -817,6 +817,14 @@ def look():
     return "$host_pid" in words or "$canary_folder" in shown or refuse("they tell nothing")
 attempt(look)""",
     ),
+    Attempt(
+        name="names of processes",
+        tries="give a process a name that the host shows in its list of processes and writes into its kernel log",
+        code='checked(libc.prctl(15, b"$process_name", 0, 0, 0)); print("refused: nobody outside sees it")',
+        witness="named",
+        # Open in bubblewrap (docs/threat_model.md): its processes are the host's.
+        isolations=("gvisor",),
+    ),
 ]
 
 

@@ -36,13 +36,14 @@ from replayground.sandboxes.pool import Pool
 from replayground.sandboxes.protocol import Backend, Sandbox, SandboxFailed, ToolResult
 from replayground.sandboxes.tools.registry import SHIPPED
 from replayground.sandboxes.worlds.world import WORLD_TOOLS, Table, World, set_up_world
-from tests.sandboxes.attempts import ATTEMPTS, EVERYWHERE, PRELUDE, Attempt
+from tests.sandboxes.attempts import ATTEMPTS, EVERYWHERE, PRELUDE, TIMED_OUT, Attempt
 from tests.sandboxes.conftest import LIMITS as TIGHT_LIMITS
 
 FIRST_UID = 1_000_000 + 16 * os.getpid()  # nobody else on this machine has these
 LIMITS = msgspec.structs.replace(TIGHT_LIMITS, cpu_seconds=5, call_timeout_seconds=60.0)
 BRIEF = msgspec.structs.replace(LIMITS, call_timeout_seconds=2.0)
 """For attempts that never end by themselves."""
+ASKED_TIMES_MAX = 10
 type Place = Literal["ordinary", "endless", "reused"]
 
 
@@ -186,6 +187,10 @@ def forget(backend: Backend) -> None:
         backend.close()
 
 
+class HostTooBusy(Exception):
+    """The machine did not let an honest call come to its end in time."""
+
+
 class Host:
     """Things of the host that an attempt may try to reach, and what the host looked like before."""
 
@@ -197,6 +202,7 @@ class Host:
         self._canary.write_text(self._secret)
         self._reference_answer = secrets.token_hex(16)
         self._world_secret = secrets.token_hex(16)
+        self.process_name = f"named-{secrets.token_hex(4)}"
         self._folder = folder
         self._before = self._looks()
 
@@ -222,6 +228,7 @@ class Host:
             "abstract_name": abstract_name(self._listeners["abstract"]),
             "socket_file": str(self._folder / "socket"),
             "isolation": isolation,
+            "process_name": self.process_name,
         }
         if not with_secrets:
             known |= dict.fromkeys(("canary_secret", "reference_answer", "world_secret"), "unknown")
@@ -232,13 +239,21 @@ class Host:
         return [name for name, listener in self._listeners.items() if accepts(listener)]
 
     async def set_up_world(self, apart: Sandbox) -> None:
+        """Raises HostTooBusy: no code of an attempt has run yet, so nothing but the machine can have kept it."""
         parts = World(name="kept", tables={"kept": Table(("secret",), ((self._world_secret,),))}).part("tables")
-        await apart.call(set_up_world.name, {"tables": parts}, "world")
-        assert await self.changes_of_world(apart) == []
+        result = await apart.call(set_up_world.name, {"tables": parts}, "world")
+        if result.is_error or (changes := await self.changes_of_world(apart)):
+            raise HostTooBusy(result.content or changes[0])
 
     async def changes_of_world(self, apart: Sandbox) -> list[str]:
-        answer = await apart.call("sql", {"query": "SELECT secret FROM kept"}, secrets.token_hex(8))
-        return [] if answer.content == self._world_secret else [f"the tool apart answers {answer.content}"]
+        for _ in range(ASKED_TIMES_MAX):
+            answer = await apart.call("sql", {"query": "SELECT secret FROM kept"}, secrets.token_hex(8))
+            if answer.content == self._world_secret:
+                return []
+            # No answer in time is not another answer: on a busy machine a call without a flaw may take too long.
+            if re.match(TIMED_OUT, answer.content) is None:
+                break
+        return [f"the tool apart answers {answer.content}"]
 
     async def complaints(self) -> list[str]:
         """What is not as it was. Processes get a moment to end."""
@@ -352,6 +367,15 @@ def users_of_processes() -> Iterator[tuple[int, int]]:
                 yield int(entry.name), entry.stat().st_uid
 
 
+def names_of_processes() -> set[str]:
+    """Of all threads that the host knows."""
+    names = set()
+    for path in Path("/proc").glob("[0-9]*/task/*/comm"):
+        with contextlib.suppress(OSError):
+            names.add(path.read_text().strip())
+    return names
+
+
 # ------------------------------------------------------------------------------------------------------ the witnesses
 # Each returns what the attempt gained, as the host sees it.
 
@@ -369,6 +393,11 @@ async def reached(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]
 
 async def signalled(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
     return ["a process of the host got a signal"] if host.signals else []
+
+
+async def named(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
+    gain = "the host knows a process by a name of the agent's choice"
+    return [gain] if host.process_name in names_of_processes() else []
 
 
 async def agents_error(host: Host, sandbox: Sandbox, result: ToolResult) -> list[str]:
@@ -415,7 +444,7 @@ SLACK_BYTES = 64 * MEBIBYTE
 OVERHEAD = {backend.isolation: backend.overhead for backend in (BubblewrapBackend, GvisorBackend)}
 WITNESSES: dict[str, Callable[[Host, Sandbox, ToolResult], Awaitable[list[str]]]] = {
     witness.__name__: witness
-    for witness in (answers, reached, signalled, agents_error, collects, puts, snapshots, memory_stayed_below)
+    for witness in (answers, reached, signalled, named, agents_error, collects, puts, snapshots, memory_stayed_below)
 }
 
 

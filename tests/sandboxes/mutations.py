@@ -28,7 +28,7 @@ from replayground.sandboxes.protocol import SandboxFailed, ToolResult
 from replayground.sandboxes.tools.registry import SHIPPED
 from replayground.sandboxes.worlds.world import WORLD_TOOLS
 from tests.sandboxes.attempts import ATTEMPTS
-from tests.sandboxes.escapes import BRIEF, FIRST_UID, Host, forget, guarded_host
+from tests.sandboxes.escapes import BRIEF, FIRST_UID, Host, HostTooBusy, forget, guarded_host
 
 INGREDIENTS = tuple(attempt.code for attempt in ATTEMPTS if "bubblewrap" in attempt.isolations)
 NUMBERS = (0, 1, -1, 2, 3, 100, 255, 4095, 4096, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -(2**63))
@@ -150,7 +150,11 @@ async def play(
         for number in numbers:
             if time.monotonic() >= ends_at or len(findings) >= FINDINGS_MAX:
                 break
-            gains = await gained(reused if number % 2 else fresh, host, mutant(seed, number))
+            try:
+                gains = await gained(reused if number % 2 else fresh, host, mutant(seed, number))
+            except HostTooBusy as error:
+                print(f"mutant {number}: left out, the machine is too busy: {error}", flush=True)
+                continue
             played += 1
             if gains:
                 findings.append(Finding(seed, number, tuple(gains)))

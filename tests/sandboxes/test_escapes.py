@@ -26,7 +26,7 @@ ON_BUBBLEWRAP = [attempt.name for attempt in ATTEMPTS if "bubblewrap" in attempt
 # A sandbox of gVisor takes long to open, so here are only those that gVisor stops in its own way; `make escapes` has all.
 ON_GVISOR = [
     *("host file", "signals to the runner", "reach the broker", "symlink to a folder"),
-    *("fork bomb", "memory of many processes", "output flood"),
+    *("fork bomb", "memory of many processes", "output flood", "names of processes"),
 ]
 
 
@@ -56,6 +56,15 @@ async def test_attempt_is_contained_and_reported_as_what_it_was(
 ) -> None:
     verdict = await judged(field[place_of(BY_NAME[name])], BY_NAME[name], host)
     assert (verdict.word, verdict.text) == ("contained", verdict.text)
+
+
+@pytest.mark.parametrize("field", ["bubblewrap"], indirect=True)
+async def test_the_host_knows_processes_in_bubblewrap_by_names_of_the_agent(
+    field: dict[Place, Pool], host: Host
+) -> None:
+    """What docs/threat_model.md says is open there, and the control of the attempt in gVisor."""
+    verdict = await judged(field["ordinary"], BY_NAME["names of processes"], host)
+    assert verdict.word == "SUCCEEDED"
 
 
 def test_there_are_enough_attempts() -> None:

@@ -139,7 +139,7 @@ def test_by_the_trace_writer(log: MemoryLog, folder: Path, lose: Callable[[Path]
         reject = reject_of(log.reader(["dead-letters"]), address)
         assert writer.await_caught_up(_PATIENCE_SECONDS)
     assert (reject.stage, said in reject.reason) == ("traces", True), reject.reason
-    ((body,),) = store.ask("SELECT body FROM events WHERE type = 'undecodable'").rows
+    ((body,),) = store.ask("SELECT body FROM payloads WHERE type = 'undecodable'").rows
     assert said in body
 
 

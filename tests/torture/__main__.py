@@ -111,6 +111,7 @@ def escapes(quick: bool, minutes: float | None = None) -> str:
     outcome = asyncio.run(mutate(minutes, seed))
     assert not outcome.findings, [str(finding) for finding in outcome.findings]
     assert not outcome.complaints, outcome.complaints
+    assert outcome.played
     return (
         f"{outcome.played:,} mutants of the known attempts on sandboxes in {minutes:g} minutes (seed {seed}): none reached the "
         "host, another lease, a secret or an infra error; processes, mounts, files, cgroups and descriptors of the host as before"

@@ -5,7 +5,9 @@ import math
 import random
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
+import numpy
 import pytest
 import torch
 from msgspec.structs import replace
@@ -17,13 +19,13 @@ from replayground.schemas.errors import BadInput, BlobDamaged
 from replayground.schemas.events import Context, TrajectoryAssembled
 from replayground.schemas.packed import pack_logprobs, unpack_logprobs, unpack_tokens
 from replayground.trainer.base_model import WEIGHTS
-from replayground.trainer.batch import episodes_of, training_batch
+from replayground.trainer.batch import Episode, MicroBatch, episodes_of, training_batch
 from replayground.trainer.checkpoint import OPTIMIZER
 from replayground.trainer.config import GrpoSettings, LossMode, SftSettings, TrainerSettings
 from replayground.trainer.engines.llama import Llama, llama_shape
 from replayground.trainer.engines.protocol import GrpoBatch, StepRefused
 from replayground.trainer.engines.torch_engine import TorchEngine
-from replayground.trainer.sft import learning_rate_share
+from replayground.trainer.sft import copy_accuracy, learning_rate_share
 from tests.trainer.episodes import assembled, played
 
 SETTINGS = TrainerSettings(sft=SftSettings(steps=20, batch=6, warmup_steps=5, muon_learning_rate=0.02))
@@ -139,6 +141,51 @@ def test_a_trajectory_of_a_team_counts_once(
     contexts = [Context(start=0, agent="ann"), Context(start=second_turn - 1, agent="bob")]
     metrics = engine(model_files).sft([replace(first, contexts=contexts), *rest], ignored).metrics
     assert (metrics["trajectories"], metrics["trajectories_refused"]) == (60, 0)
+
+
+def test_a_cold_start_that_does_not_copy_gets_more_steps(
+    model_files: dict[str, bytes], demonstrations: list[TrajectoryAssembled]
+) -> None:
+    def checked(accuracy_min: float) -> dict[str, float]:
+        sft = replace(
+            SETTINGS.sft, check_demonstrations=10, check_accuracy_min=accuracy_min, check_rounds_max=2, check_steps=5
+        )
+        return engine(model_files, replace(SETTINGS, sft=sft)).sft(demonstrations, ignored).metrics
+
+    enough, never = checked(0.0), checked(1.0)
+    assert (enough["check_rounds"], enough["steps"]) == (0, 20)
+    assert (never["check_rounds"], never["steps"]) == (2, 30), "after 20 steps nothing is copied exactly"
+    assert 0 <= never["copy_accuracy"] < 1
+    # All of them count as used, those of the check too.
+    assert enough["trajectories_refused"] == 0
+
+
+def test_copying_is_told_from_what_only_looks_like_it() -> None:
+    read, said = [7, 1, 2, 3, 4, 8], [5, 1, 2, 3, 4, 6]
+    tokens = numpy.array(read + said, numpy.int32)
+    sampled = numpy.arange(12) >= 6
+    zeros = numpy.zeros(12, numpy.float32)
+    episode = Episode(tokens, sampled, zeros, zeros.astype(numpy.int64))
+
+    class Copying:
+        """Gives the token that followed the same token earlier, and 0 where a digit is missed."""
+
+        parameters: ClassVar[dict[str, torch.Tensor]] = {}
+        vocabulary_size = 10
+
+        def __init__(self, misses: int | None) -> None:
+            self._misses = misses
+
+        def hidden_weights(self) -> list[str]:
+            return []
+
+        def logits(self, micro: MicroBatch) -> torch.Tensor:
+            chosen = [0 if int(target) == self._misses else int(target) for target in micro.targets]
+            return torch.nn.functional.one_hot(torch.tensor(chosen), 10).float()
+
+    assert copy_accuracy(Copying(None), [episode]) == 1
+    assert copy_accuracy(Copying(3), [episode]) == 0, "one digit of the copy is wrong"
+    assert copy_accuracy(Copying(6), [episode]) == 1, "what was not read before is not a copy"
 
 
 def test_learning_rates_warm_up_and_fall_to_the_final_share() -> None:

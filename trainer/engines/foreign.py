@@ -1,10 +1,12 @@
 """Any causal language model of transformers: the slow path for model families that have no module here.
 
-Rows are computed whole, so that shared prefixes are computed again; the head still sees sampled positions only.
+Micro-batches are not packed: rows of similar length are computed whole, so that shared prefixes are computed again, and
+padding too. The head still sees sampled positions only.
 """
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +14,13 @@ from torch.nn import functional
 
 from replayground.schemas.errors import BadInput
 from replayground.trainer.batch import MicroBatch
+from replayground.trainer.engines.lora import Adapters
 
 
 class ForeignModel:
     """See trainer.engines.protocol.Model. Raises BadInput when weights and config do not fit together."""
 
-    def __init__(self, config_json: bytes, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, config_json: bytes, weights: Mapping[str, Tensor], adapters: Adapters | None = None) -> None:
         # Imported here: it takes seconds, and most runs never need it.
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,20 +31,39 @@ class ForeignModel:
             self._model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)  # type: ignore[no-untyped-call]
         except (ValueError, KeyError) as error:
             raise BadInput(f"model type {model_type!r} is not known to transformers: {error}") from error
-        # Not strict: a tied head has no weights of its own in the files. What is really missing is found below.
-        missing = self._model.load_state_dict(dict(weights), strict=False)
+        own = self._model.state_dict()
+        absent, unknown = own.keys() - weights.keys() - _tied(self._model), weights.keys() - own.keys()
+        if absent or unknown:
+            raise BadInput(f"weights do not fit config.json: {min(absent | unknown)} is missing or unknown")
+        with torch.no_grad():
+            # One after another: weights may be a file that is read tensor by tensor.
+            for name in weights:
+                if own[name].shape != (given := weights[name]).shape:
+                    raise BadInput(f"weights do not fit config.json: {name} has shape {tuple(given.shape)}")
+                own[name].copy_(given)
         self._model.tie_weights()
         # Dropout would make the trainer's log-probabilities differ from the server's.
         self._model.eval()
         self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())
-        absent = [name for name in missing.missing_keys if name in self.parameters]
-        if absent or missing.unexpected_keys:
-            raise BadInput(
-                f"weights do not fit config.json: {(absent + missing.unexpected_keys)[0]} is missing or unknown"
-            )
+        if adapters is not None:
+            self._adapt(adapters)
         self.vocabulary_size = int(self._model.config.vocab_size)
 
+    def _adapt(self, adapters: Adapters) -> None:
+        self._model.requires_grad_(False)
+        self.parameters = adapters.parameters
+        for name, module in self._model.named_modules():
+            if isinstance(module, torch.nn.Linear) and f"{name}.lora_A.weight" in adapters.parameters:
+
+                def add(_: Any, inputs: tuple[Tensor, ...], output: Tensor, weight: str = f"{name}.weight") -> Tensor:
+                    added = adapters.added(inputs[0], weight)
+                    return output if added is None else output + added
+
+                module.register_forward_hook(add)
+
     def hidden_weights(self) -> list[str]:
+        if any(".lora_A." in name for name in self.parameters):
+            return []
         return [name for name, tensor in self.parameters.items() if ".layers." in name and tensor.dim() == 2]
 
     def logits(self, micro: MicroBatch) -> Tensor:
@@ -53,3 +75,11 @@ class ForeignModel:
         wanted = functional.embedding(micro.first[micro.before], torch.cat(hidden))
         logits: Tensor = self._model.get_output_embeddings()(wanted)
         return logits
+
+
+def _tied(model: Any) -> set[str]:
+    """Weights that are another one's: files may leave them out."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = head is not None and getattr(model.config, "tie_word_embeddings", False)
+    names = {id(module): name for name, module in model.named_modules()}
+    return {f"{names[id(head)]}.weight"} if is_tied and head is not embedding else set()

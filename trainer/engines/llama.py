@@ -5,14 +5,17 @@ models the time goes into many small operations, so norm, rotation and gate are 
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from msgspec import Struct
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from replayground.trainer.batch import MicroBatch
+from replayground.trainer.engines.lora import Adapters
 
 
 class LlamaShape(Struct, frozen=True, kw_only=True):
@@ -59,33 +62,50 @@ def llama_shape(config_json: bytes) -> LlamaShape | None:
 class Llama:
     """See trainer.engines.protocol.Model."""
 
-    def __init__(self, shape: LlamaShape, parameters: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        shape: LlamaShape,
+        parameters: Mapping[str, Tensor],
+        adapters: Adapters | None = None,
+        computes_again: bool = False,
+    ) -> None:
+        """With adapters, those are what is trained. `computes_again`: layers are not kept for the gradient."""
         self.shape = shape
         self.vocabulary_size = shape.vocabulary_size
         # Sorted copies make runs repeatable. safetensors returns names in any order, and the norm of all gradients
         # depends on the order of addition. It returns memory of any alignment, and results of products may depend on
         # that.
-        self.parameters = {name: parameters[name].clone().requires_grad_() for name in sorted(parameters)}
+        self._weights = {name: parameters[name].clone().requires_grad_(adapters is None) for name in sorted(parameters)}
+        self.parameters = self._weights if adapters is None else adapters.parameters
+        self._adapters = adapters
+        self._computes_again = computes_again
         self._frequencies = shape.rope_theta ** -(
             torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
         )
 
     def hidden_weights(self) -> list[str]:
         """Names of the 2-D weights of the hidden layers."""
+        # Not those of adapters: orthogonal updates are for whole matrices.
+        if self._adapters is not None:
+            return []
         return [name for name, tensor in self.parameters.items() if ".layers." in name and tensor.dim() == 2]
 
     def logits(self, micro: MicroBatch) -> Tensor:
         """The logits from which each sampled token was drawn, [sampled, vocabulary]."""
-        embeddings = self.parameters["model.embed_tokens.weight"]
+        embeddings = self._weights["model.embed_tokens.weight"]
         stream = functional.embedding(micro.tokens, embeddings)
         angles = micro.positions[:, None].to(torch.float32) * self._frequencies
         cosine, sine = angles.cos()[:, None].to(stream.dtype), angles.sin()[:, None].to(stream.dtype)
         for layer in range(self.shape.layers):
             last = layer == self.shape.layers - 1
             # After the attention of the last layer, only positions that predict a sampled token are still needed.
-            stream = self._block(layer, stream, micro, cosine, sine, micro.before if last else None)
-        stream = _norm(stream, self.parameters["model.norm.weight"], self.shape.norm_epsilon)
-        return functional.linear(stream, embeddings if self.shape.tied else self.parameters["lm_head.weight"])
+            kept = micro.before if last else None
+            if self._computes_again and torch.is_grad_enabled():
+                stream = checkpoint(self._block, layer, stream, micro, cosine, sine, kept, use_reentrant=False)
+            else:
+                stream = self._block(layer, stream, micro, cosine, sine, kept)
+        stream = _norm(stream, self._weights["model.norm.weight"], self.shape.norm_epsilon)
+        return functional.linear(stream, embeddings if self.shape.tied else self._weights["lm_head.weight"])
 
     def _block(
         self, layer: int, stream: Tensor, micro: MicroBatch, cosine: Tensor, sine: Tensor, kept: Tensor | None
@@ -94,21 +114,19 @@ class Llama:
         attended = self._attention(layer, normed, micro, cosine, sine, kept)
         if kept is not None:
             stream = functional.embedding(kept, stream)
-        stream = stream + functional.linear(attended, self._weight(layer, "self_attn.o_proj"))
+        stream = stream + self._product(attended, layer, ("self_attn.o_proj",))
         normed = _norm(stream, self._weight(layer, "post_attention_layernorm"), self.shape.norm_epsilon)
-        # One product for both: two small ones take longer.
-        gate_up = torch.cat((self._weight(layer, "mlp.gate_proj"), self._weight(layer, "mlp.up_proj")))
-        gated = _gate(functional.linear(normed, gate_up))
-        return stream + functional.linear(gated, self._weight(layer, "mlp.down_proj"))
+        gated = _gate(self._product(normed, layer, ("mlp.gate_proj", "mlp.up_proj")))
+        return stream + self._product(gated, layer, ("mlp.down_proj",))
 
     def _attention(
         self, layer: int, normed: Tensor, micro: MicroBatch, cosine: Tensor, sine: Tensor, kept: Tensor | None
     ) -> Tensor:
         heads, shared = self.shape.heads, self.shape.key_value_heads
         # Projected and rotated once for each distinct token, then gathered into rows for attention.
-        weight = torch.cat([self._weight(layer, f"self_attn.{part}_proj") for part in "qkv"])
+        projected = self._product(normed, layer, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
         # functional.embedding is a gather whose backward pass is many times faster on CPU than that of indexing.
-        mixed = _rotate(functional.linear(normed, weight), cosine, sine, heads + shared)
+        mixed = _rotate(projected, cosine, sine, heads + shared)
         outputs: list[Tensor] = []
         for rows in micro.rows:
             gathered = functional.embedding(rows, mixed).view(*rows.shape, -1, self.shape.head_size).transpose(1, 2)
@@ -122,8 +140,24 @@ class Llama:
         places = micro.first if kept is None else micro.first[kept]
         return functional.embedding(places, torch.cat(outputs) if len(outputs) > 1 else outputs[0])
 
+    def _product(self, inputs: Tensor, layer: int, names: tuple[str, ...]) -> Tensor:
+        """The outputs of some linear layers with the same inputs, side by side."""
+        weights = [self._weight(layer, name) for name in names]
+        # One product for all: several small ones take longer.
+        product = functional.linear(inputs, weights[0] if len(weights) == 1 else torch.cat(weights))
+        if self._adapters is None:
+            return product
+        added = [self._adapters.added(inputs, _full_name(layer, name)) for name in names]
+        parts = torch.split(product, [len(weight) for weight in weights], dim=-1)
+        sums = [part if more is None else part + more for part, more in zip(parts, added, strict=True)]
+        return torch.cat(sums, -1)
+
     def _weight(self, layer: int, name: str) -> Tensor:
-        return self.parameters[f"model.layers.{layer}.{name}.weight"]
+        return self._weights[_full_name(layer, name)]
+
+
+def _full_name(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.{name}.weight"
 
 
 def _norm(stream: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import TrajectoryAssembled
+from replayground.schemas.events import TrajectoryAssembled, WeightsKind
 from replayground.trainer.batch import MicroBatch
 
 Progress = Callable[[float, float], None]
@@ -51,6 +51,10 @@ class StepReport:
 
 class Engine(Protocol):
     """One model and its optimizer. Belongs to one thread; every call may take long. `load` comes first."""
+
+    @property
+    def kind(self) -> WeightsKind:
+        """What the files of `save` are: whole weights, or an adapter with the weights that it belongs to."""
 
     def load(self, files: Mapping[str, Path], checkpoint: Mapping[str, Path]) -> None:
         """Loads the files of a weight version; an empty checkpoint means a new optimizer. The caller keeps the files

@@ -5,21 +5,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy
+import structlog
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import TrajectoryAssembled
+from replayground.schemas.events import TrajectoryAssembled, WeightsKind
 from replayground.trainer.base_model import WEIGHTS
 from replayground.trainer.batch import Episode, RefusedTrajectory, TrainingBatch, episodes_of, training_batch
 from replayground.trainer.checkpoint import restore_optimizer, write_optimizer
 from replayground.trainer.config import GrpoSettings, TrainerSettings
 from replayground.trainer.engines.foreign import ForeignModel
 from replayground.trainer.engines.llama import Llama, llama_shape
+from replayground.trainer.engines.lora import ADAPTER, ADAPTER_CONFIG, Adapters, adapters_of, write_adapters
 from replayground.trainer.engines.protocol import GrpoBatch, Model, Progress, StepReport
 from replayground.trainer.sft import demonstrations_of, fine_tune
 from replayground.trainer.step import take_step
+from replayground.trainer.weights_file import StoredTensors
+
+_logger = structlog.get_logger(__name__)
 
 
 class TorchEngine:
@@ -31,16 +36,24 @@ class TorchEngine:
         self._static: dict[str, Path] = {}
         self._loaded: tuple[Model, torch.optim.Optimizer] | None = None
         self._reference: Model | None = None
+        self._adapters: Adapters | None = None
+
+    @property
+    def kind(self) -> WeightsKind:
+        return "lora" if self._settings.lora.rank else "full"
 
     def load(self, files: Mapping[str, Path], checkpoint: Mapping[str, Path]) -> None:
-        model = _model_of(files)
+        # Before the next one is read: two models need not fit into memory.
+        self._loaded = None
+        model, self._adapters = self._model_of(files)
         optimizer = _adamw(model, self._settings.grpo)
         restore_optimizer(optimizer, model.parameters, checkpoint)
-        self._static = {name: path for name, path in files.items() if name != WEIGHTS}
+        changed = (ADAPTER, ADAPTER_CONFIG) if self.kind == "lora" else (WEIGHTS,)
+        self._static = {name: path for name, path in files.items() if name not in changed}
         self._loaded = model, optimizer
 
     def set_reference(self, files: Mapping[str, Path]) -> None:
-        self._reference = _model_of(files)
+        self._reference, _ = self._model_of(files)
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
         model, _ = self._ready()
@@ -55,11 +68,13 @@ class TorchEngine:
         metrics = {
             "loss": figures.loss_last,
             "loss_first": figures.loss_first,
-            "steps": float(self._settings.sft.steps),
+            "steps": float(figures.steps),
             "tokens": float(figures.tokens),
             "trajectories": float(learned),
             "trajectories_refused": float(len(demonstrations) - learned),
         }
+        if figures.copy_accuracy is not None:
+            metrics |= {"copy_accuracy": figures.copy_accuracy, "check_rounds": float(figures.check_rounds)}
         return StepReport(metrics, {"tensors": ready - began, "forward_backward": time.monotonic() - ready})
 
     def grpo(self, batch: GrpoBatch) -> StepReport:
@@ -92,6 +107,8 @@ class TorchEngine:
 
     def save(self, folder: Path) -> dict[str, Path]:
         model, _ = self._ready()
+        if self._adapters is not None:
+            return {**self._static, **write_adapters(self._adapters, self._settings.lora, folder)}
         weights = {name: tensor.detach().contiguous() for name, tensor in model.parameters.items()}
         save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
         return {**self._static, WEIGHTS: folder / WEIGHTS}
@@ -115,25 +132,24 @@ class TorchEngine:
         logprobs = torch.log_softmax(model.logits(micro), -1).gather(1, micro.targets[:, None])
         return [float(value) for value in logprobs.squeeze(1)]
 
+    def _model_of(self, files: Mapping[str, Path]) -> tuple[Model, Adapters | None]:
+        config_json = files["config.json"].read_bytes()
+        shape = llama_shape(config_json)
+        # Some files have a tied head a second time. As a parameter of its own it would be trained and drift apart.
+        weights = StoredTensors([files[WEIGHTS]], without=("lm_head.weight",) if shape and shape.tied else ())
+        shapes = {name: weights.shape(name) for name in weights}
+        adapters = adapters_of(shapes, files, self._settings.lora, self._seed)
+        if shape is None:
+            _logger.info("model_not_packed", reason="no fast path for this family: rows sorted by length are padded")
+            return ForeignModel(config_json, weights, adapters), adapters
+        wanted = "model.embed_tokens.weight"
+        if shapes.get(wanted) != (shape.vocabulary_size, shape.hidden):
+            raise BadInput(f"{WEIGHTS} does not fit config.json: {wanted} is missing or of another shape")
+        return Llama(shape, weights, adapters, self._settings.gradient_checkpointing), adapters
+
     def _ready(self) -> tuple[Model, torch.optim.Optimizer]:
         assert self._loaded is not None, "load comes first"
         return self._loaded
-
-
-def _model_of(files: Mapping[str, Path]) -> Model:
-    # These are views of the file; the model copies them.
-    weights = load_file(files[WEIGHTS])
-    config_json = files["config.json"].read_bytes()
-    shape = llama_shape(config_json)
-    if shape is None:
-        return ForeignModel(config_json, weights)
-    # Some files have a tied head a second time. As a parameter of its own it would be trained and drift apart.
-    if shape.tied:
-        weights.pop("lm_head.weight", None)
-    wanted = "model.embed_tokens.weight"
-    if wanted not in weights or tuple(weights[wanted].shape) != (shape.vocabulary_size, shape.hidden):
-        raise BadInput(f"{WEIGHTS} does not fit config.json: {wanted} is missing or of another shape")
-    return Llama(shape, weights)
 
 
 def _adamw(model: Model, settings: GrpoSettings) -> torch.optim.Optimizer:

@@ -60,10 +60,10 @@ def _leaves(value: Any, places: dict[tuple[int, str | int], int]) -> Iterator[tu
         if isinstance(found, dict | list) and found:
             rest += [(places.setdefault((place, key), len(places) + 1), child) for key, child in inner]
         else:
-            yield place, _scalar(found)
+            yield place, scalar(found)
 
 
-def _scalar(value: Any) -> str:
+def scalar(value: Any) -> str:
     """A value as text, by which it is compared. 1 and 1.0 are the same, 1 and true and "1" are not."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _EXACT_INTEGER_MAX:
         value = float(value)

@@ -1,0 +1,374 @@
+"""The trace store: writing it, reading it as it grows, and how much of the disk it takes.
+
+sink_to_bare        the traces program's writer beside the bare parts: confluent-kafka consume, fastavro decode, and
+                    clickhouse-connect inserts of the same rows into the same tables, in batches of the same size. Both read
+                    the same broker in every round, into a database of their own.
+visible_seconds     from the time of an event until a query of the store returns it, at 1,000 events a second
+…_ms                questions of the page and views of one run, in a store of 10^5, 10^6 (and 10^7) events of runs alike:
+                    95th percentile over rounds, and how it grows with the store
+stored_to_log       bytes on disk of an event, merged, beside those of its message on the log (compressed, as produced)
+"""
+
+import io
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fastavro
+import msgspec
+from clickhouse_connect.driver.client import Client
+from confluent_kafka import Consumer, TopicPartition
+
+from bench.plots import write_plot
+from bench.rounds import Figure, figure
+from replayground.consumers.clickhouse import queries
+from replayground.consumers.clickhouse.columns import TABLES_STORED, Table, stored_columns
+from replayground.consumers.clickhouse.deliveries import delivery_row
+from replayground.consumers.clickhouse.query_cache import QueryCache
+from replayground.consumers.clickhouse.rows import Row, event_row
+from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.config import TracesSettings
+from replayground.consumers.events_to_clickhouse import TraceWriter
+from replayground.consumers.reports.overview import overview
+from replayground.consumers.reports.runs import Runs
+from replayground.consumers.reports.svg import Line
+from replayground.deploy.local.stack import LogAddresses, local_log
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Address
+from replayground.schemas.ids import now_microseconds
+from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.registry import ConfluentRegistry
+from replayground.schemas.topics import TOPICS
+from replayground.streams.log.kafka import KafkaLog
+from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
+
+_BATCH_ROWS = TracesSettings().batch_rows_max
+_NAMES = [topic.name for topic in TOPICS]
+_CONSUMER = {
+    "group.id": "bare",
+    "enable.auto.commit": False,
+    "isolation.level": "read_committed",
+    "fetch.min.bytes": 64 * 1024,
+    "fetch.wait.max.ms": 50,
+    "queued.max.messages.kbytes": 32 * 1024,
+}
+_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777")
+
+
+def measure(quick: bool) -> dict[str, Figure]:
+    """Limits: sink_to_bare at least 0.7, visible_seconds at most 2, views at 10^6 events at most 300 ms."""
+    with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder:
+        dsn = f"chdb://{folder}/store"
+        with _log(Path(folder)) as (addresses, log):
+            events = _fill(log, steps=40 if quick else 400)
+            figures = _sink(addresses, log, dsn, events, rounds=1 if quick else 5)
+            figures |= _visible(log, dsn, seconds=5 if quick else 20)
+        sizes = (20_000, 100_000) if quick else (100_000, 1_000_000)
+        return figures | _views(dsn, sizes, rounds=5 if quick else 20)
+
+
+# --- writing
+
+
+def _fill(log: KafkaLog, steps: int) -> int:
+    """Appends a run; returns the number of its events."""
+    made = SyntheticRun(run_of(steps=steps, demonstrations=steps), evaluation_tasks=20).append_to(log)
+    print(f"{len(made):,} events on the log", file=sys.stderr, flush=True)
+    return len(made)
+
+
+def _sink(addresses: LogAddresses, log: KafkaLog, dsn: str, events: int, rounds: int) -> dict[str, Figure]:
+    found: list[tuple[float, float]] = []
+    rows = [delivery_row(delivery) for delivery in _deliveries(log)]
+    for number in range(rounds):
+        # Each database is new: both write into empty tables.
+        bare_store, sink_store = (Store(dsn, f"{name}_{number}", threads=1) for name in ("bare", "sink"))
+        prepared = [_columns_of(rows[at : at + _BATCH_ROWS]) for at in range(0, len(rows), _BATCH_ROWS)]
+        sides: list[tuple[str, Callable[[], float]]] = [
+            ("bare", lambda store=bare_store, prepared=prepared: _bare_seconds(addresses, store, prepared, events)),
+            ("sink", lambda store=sink_store: _sink_seconds(log, store, events)),
+        ]
+        # Every other round in reverse order: neither side may always find the machine warm.
+        seconds = {name: side() for name, side in (sides if number % 2 == 0 else reversed(sides))}
+        assert sink_store.checksums()["events"][0] == bare_store.checksums()["events"][0] == events
+        found.append((seconds["bare"], seconds["sink"]))
+        print(f"  {seconds}", file=sys.stderr, flush=True)
+        figures = _sizes(sink_store, log, events)
+        bare_store.close()
+        sink_store.close()
+    return {
+        "sink_to_bare": figure(bare / sink for bare, sink in found),
+        "sink_events_per_second": figure(events / sink for _, sink in found),
+        **figures,
+    }
+
+
+def _deliveries(log: KafkaLog) -> Iterator[Any]:
+    reader = log.reader(_NAMES)
+    while not reader.caught_up():
+        yield from reader.poll(1000, 1.0)
+    reader.close()
+
+
+def _sink_seconds(log: KafkaLog, store: Store, events: int) -> float:
+    """Seconds of the traces program's writer, from an empty store to one that has everything."""
+    writer, stop = TraceWriter(log, store, FIELD_RUN, TracesSettings(), ProgramMetrics()), threading.Event()
+    thread = threading.Thread(target=writer.write_until, args=(stop,))
+    began = time.perf_counter()
+    thread.start()
+    while sum(store.next_offsets().values()) < events:
+        time.sleep(0.05)
+    seconds = time.perf_counter() - began
+    stop.set()
+    thread.join()
+    return seconds
+
+
+Block = dict[Table, tuple[list[str], list[list[Any]]]]
+"column names and columns of a batch, by table"
+
+
+def _columns_of(rows: Sequence[Row]) -> Block:
+    """The rows as clickhouse-connect takes them fastest, made before the clock starts: column by column."""
+    block: Block = {}
+    for table in TABLES_STORED:
+        names = [name for name in stored_columns(table) if any(row.get(name) is not None for row in rows)]
+        block[table] = names, [[_plain(name, row.get(name)) for row in rows] for name in names]
+    return block
+
+
+_ABSENT: dict[str, Any] = {}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, msgspec.Raw):
+        return bytes(value).decode()
+    return _default(name) if value is None else value
+
+
+def _default(name: str) -> Any:
+    """What a column holds where a row has nothing."""
+    from replayground.consumers.clickhouse.columns import COLUMNS
+
+    if not _ABSENT:
+        for column in COLUMNS:
+            kind = column.kind
+            _ABSENT[column.name] = (
+                None
+                if "Nullable" in kind and not kind.startswith("Array")
+                else {}
+                if kind.startswith("Map")
+                else []
+                if kind.startswith("Array")
+                else ""
+                if "String" in kind
+                else 0
+            )
+    return _ABSENT[name]
+
+
+def _bare_seconds(addresses: LogAddresses, store: Store, blocks: Sequence[Block], events: int) -> float:
+    with ConfluentSchemas(addresses) as schemas:
+        consumer = _bare_consumer(addresses)
+        began = time.perf_counter()
+        client: Client = store._connect()
+        waiting, inserted = 0, 0
+        for count in _bare_batches(consumer, schemas, events):
+            waiting += count
+            while inserted < len(blocks) and waiting >= min(_BATCH_ROWS, events - inserted * _BATCH_ROWS):
+                for table, (names, columns) in blocks[inserted].items():
+                    client.insert(table, columns, column_names=names, column_oriented=True)
+                inserted, waiting = inserted + 1, waiting - _BATCH_ROWS
+        seconds = time.perf_counter() - began
+        client.close()
+        consumer.close()
+        return seconds
+
+
+class ConfluentSchemas:
+    """Decodes with plain fastavro and the schema that the message names."""
+
+    def __init__(self, addresses: LogAddresses) -> None:
+        self._registry = ConfluentRegistry(addresses.log.registry_url)
+        self._schemas: dict[bytes, Any] = {}
+
+    def __enter__(self) -> "ConfluentSchemas":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._registry.close()
+
+    def decode(self, value: bytes) -> Any:
+        if value[1:5] not in self._schemas:
+            self._schemas[value[1:5]] = fastavro.parse_schema(self._registry.schema_of(int.from_bytes(value[1:5])))
+        stream = io.BytesIO(value)
+        stream.seek(5)
+        return fastavro.schemaless_reader(stream, self._schemas[value[1:5]], None)
+
+
+def _bare_consumer(addresses: LogAddresses) -> Consumer:
+    consumer = Consumer({"bootstrap.servers": addresses.log.bootstrap_servers, **_CONSUMER})
+    prefix = addresses.log.topic_prefix
+    consumer.assign([TopicPartition(f"{prefix}{t.name}", p, 0) for t in TOPICS for p in range(t.partitions)])
+    return consumer
+
+
+def _bare_batches(consumer: Consumer, schemas: ConfluentSchemas, events: int) -> Iterator[int]:
+    seen = 0
+    while seen < events:
+        messages = consumer.consume(1000, 0.1)
+        for message in messages:
+            schemas.decode(message.value() or b"")
+        seen += len(messages)
+        yield len(messages)
+
+
+def _sizes(store: Store, log: KafkaLog, events: int) -> dict[str, Figure]:
+    """Bytes of an event on disk, and beside those of its message as the broker keeps it (lz4)."""
+    for table in TABLES_STORED:
+        store._writing.command(f"OPTIMIZE TABLE {table} FINAL")
+    asked = "SELECT sum(bytes_on_disk) FROM system.parts WHERE database = currentDatabase() AND active"
+    stored = int(store.ask(asked).rows[0][0]) / events
+    import lz4.frame
+
+    values = [message.value for message in log.messages(_NAMES) if message.value is not None]
+    # By hundreds, about as many as a producer puts into a batch.
+    packed = sum(len(lz4.frame.compress(b"".join(values[at : at + 100]))) for at in range(0, len(values), 100))
+    return {
+        "stored_to_log_bytes": figure([stored / (packed / events)]),
+        "stored_bytes_per_event": figure([stored]),
+    }
+
+
+def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
+    """Seconds until an event can be queried, at a thousand a second."""
+    store = Store(dsn, "visible", threads=1)
+    writer, stop = TraceWriter(log, store, FIELD_RUN, TracesSettings(), ProgramMetrics()), threading.Event()
+    thread = threading.Thread(target=writer.write_until, args=(stop,))
+    thread.start()
+    while not writer.await_caught_up(60.0):
+        pass
+    events = SyntheticRun(run_of(steps=10_000, demonstrations=0, run_id="visible"), 20).events()
+    waits: list[float] = []
+    began = time.perf_counter()
+    appended = 0
+    while (elapsed := time.perf_counter() - began) < seconds:
+        while appended < elapsed * 1000:
+            event = next(events)
+            meta = msgspec.structs.replace(event.meta, timestamp=now_microseconds())
+            log.append(msgspec.structs.replace(event, meta=meta))
+            appended += 1
+        asked = "SELECT max(timestamp) FROM events WHERE run_id = 'visible'"
+        if newest := store.ask(asked).rows[0][0]:
+            waits.append((now_microseconds() - newest) / 1e6)
+        time.sleep(0.1)
+    log.flush()
+    stop.set()
+    thread.join()
+    store.close()
+    waits.sort()
+    print(f"  {appended:,} events in {seconds} s", file=sys.stderr, flush=True)
+    return {"visible_seconds_p95": figure([waits[int(len(waits) * 0.95)]])}
+
+
+# --- reading
+
+_RUN = "copy-0"
+_OF_VIEWS = {
+    name: f"SELECT * FROM {name} WHERE run_id = '{_RUN}' LIMIT 100"
+    for name in (
+        *("runs", "tasks", "trajectories", "turns", "tool_calls", "rewards", "groups", "batches", "steps", "weights"),
+        *("servers", "workers", "rejects", "controls", "judgements", "pass_at_k", "cost_per_success", "staleness"),
+        *("tool_latency", "lineage"),
+    )
+}
+
+
+def _views(dsn: str, sizes: Sequence[int], rounds: int) -> dict[str, Figure]:
+    store = Store(dsn, "views", threads=1)
+    base = list(SyntheticRun(run_of(steps=150, demonstrations=20, run_id=_RUN), evaluation_tasks=50).events())
+    rows = [event_row(Address(event.meta.topic, 0, at), event) for at, event in enumerate(base)]
+    store.insert(rows)
+    found: dict[int, dict[str, float]] = {}
+    for size in sizes:
+        _copy_until(store, rows, size)
+        found[size] = _p95_milliseconds(store, rounds)
+        print(f"  {size:,}: {max(found[size].items(), key=lambda one: one[1])}", file=sys.stderr, flush=True)
+    store.close()
+    _plot(found)
+    first, last = found[sizes[-2]], found[sizes[-1]]
+    slowest = max(last, key=lambda name: last[name])
+    print(f"  slowest: {slowest}", file=sys.stderr, flush=True)
+    return {
+        "views_events": figure([sizes[-1]]),
+        "views_p95_ms_worst": figure([last[slowest]]),
+        "views_growth_worst": figure([max(last[name] / first[name] for name in _OF_VIEWS)]),
+        "overview_p95_ms": figure([last["overview"]]),
+        "list_of_runs_p95_ms": figure([last["list of runs"]]),
+    }
+
+
+def _copy_until(store: Store, rows: Sequence[Row], size: int) -> None:
+    """Copies the run under other names until the store has so many events."""
+    count = int(store.ask("SELECT count() FROM events").rows[0][0])
+    first, copies = count // len(rows), max(0, (size - count) // len(rows))
+    for table in TABLES_STORED:
+        names = [name for name in stored_columns(table) if name not in ("run_id", "offset", "id")]
+        chosen = ", ".join(f"`{name}`" for name in names)
+        for copy in range(first, first + copies):
+            store._writing.command(
+                f"INSERT INTO {table} (run_id, offset, id, {chosen}) SELECT 'copy-{copy}', offset + {copy * len(rows)}, "
+                f"concat(id, '-{copy}'), {chosen} FROM {table} WHERE run_id = '{_RUN}'"
+            )
+
+
+def _p95_milliseconds(store: Store, rounds: int) -> dict[str, float]:
+    run = Runs(QueryCache(store)).find(_RUN)
+    asked = {"run": _RUN, "purpose": "", "outcome": "", "session": "", "rows": 50}
+    now = now_microseconds()
+    questions: dict[str, Callable[[], object]] = {
+        name: (lambda sql=sql: store.ask(sql)) for name, sql in _OF_VIEWS.items()
+    } | {
+        # New caches: what the page keeps between two looks is not measured.
+        "overview": lambda: overview(QueryCache(store), run, {}, now),
+        "list of runs": lambda: Runs(QueryCache(store)).list_runs(now),
+        "transcripts": lambda: store.ask(queries.TRANSCRIPTS, asked),
+    }
+    return {name: _p95(question, rounds) for name, question in questions.items()}
+
+
+def _p95(question: Callable[[], object], rounds: int) -> float:
+    question()
+    seconds: list[float] = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        question()
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds)[int(len(seconds) * 0.95)] * 1000
+
+
+def _plot(found: dict[int, dict[str, float]]) -> None:
+    shown = ("turns", "trajectories", "rewards", "pass_at_k", "lineage", "overview", "list of runs")
+    lines = [
+        Line(name, [(float(size), of_size[name]) for size, of_size in found.items()], colour, marks=True)
+        for name, colour in zip(shown, _COLOURS, strict=True)
+    ]
+    write_plot("traces_views", "Milliseconds of a question (p95) by events in the store", lines, "events")
+
+
+@contextmanager
+def _log(folder: Path) -> Iterator[tuple[LogAddresses, KafkaLog]]:
+    with local_log(folder / "log") as addresses:
+        codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
+        log = KafkaLog(addresses.log, codec)
+        try:
+            yield addresses, log
+        finally:
+            log.close()
+            codec.close()

@@ -1,0 +1,97 @@
+// The SQL console: completion by the words of the page, Ctrl-Enter, and statements saved in this browser.
+"use strict";
+
+const box = document.getElementById("sql");
+const form = document.getElementById("console");
+const list = document.getElementById("completions");
+const words = [...document.querySelectorAll("#words option")].map(option => option.value);
+let place = 0;
+
+// --- completion
+
+function wordBefore() {
+  return /[A-Za-z_][A-Za-z0-9_]*$/.exec(box.value.slice(0, box.selectionStart))?.[0] ?? "";
+}
+
+function offer() {
+  const word = wordBefore();
+  const found = word.length < 2 ? [] : words.filter(known => known.toLowerCase().startsWith(word.toLowerCase()) && known !== word).slice(0, 8);
+  place = 0;
+  list.replaceChildren(...found.map((known, number) => {
+    const item = document.createElement("li");
+    item.textContent = known;
+    item.className = number === 0 ? "chosen" : "";
+    item.addEventListener("mousedown", event => { event.preventDefault(); take(known); });
+    return item;
+  }));
+  list.hidden = found.length === 0;
+}
+
+function take(known) {
+  const end = box.selectionStart;
+  box.setRangeText(known, end - wordBefore().length, end, "end");
+  list.hidden = true;
+}
+
+function move(step) {
+  const items = [...list.children];
+  items[place].className = "";
+  place = (place + step + items.length) % items.length;
+  items[place].className = "chosen";
+}
+
+box.addEventListener("input", offer);
+box.addEventListener("blur", () => { list.hidden = true; });
+box.addEventListener("keydown", event => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    return form.requestSubmit();
+  }
+  if (list.hidden) return;
+  const known = list.children[place]?.textContent;
+  if (event.key === "ArrowDown") move(1);
+  else if (event.key === "ArrowUp") move(-1);
+  else if (event.key === "Enter" || event.key === "Tab") take(known);
+  else if (event.key === "Escape") list.hidden = true;
+  else return;
+  event.preventDefault();
+});
+
+// --- saved statements
+
+function saved() {
+  try { return JSON.parse(localStorage.getItem("statements") ?? "{}"); } catch { return {}; }
+}
+
+function keep(statements) {
+  try { localStorage.setItem("statements", JSON.stringify(statements)); } catch { /* storage is off or full */ }
+  show();
+}
+
+function button(text, label, act) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.className = "link";
+  made.textContent = text;
+  if (label) made.setAttribute("aria-label", label);
+  made.addEventListener("click", act);
+  return made;
+}
+
+function show() {
+  const names = Object.entries(saved());
+  document.getElementById("saved").replaceChildren(...names.map(([name, statement]) => {
+    const item = document.createElement("li");
+    item.append(
+      button(name, "", () => { box.value = statement; form.requestSubmit(); }),
+      button("×", `forget ${name}`, () => { const kept = saved(); delete kept[name]; keep(kept); }));
+    return item;
+  }));
+  document.getElementById("none-saved").hidden = names.length > 0;
+}
+
+document.getElementById("save").addEventListener("click", () => {
+  const name = prompt("Save this statement as");
+  if (name) keep({ ...saved(), [name.slice(0, 80)]: box.value });
+});
+show();
