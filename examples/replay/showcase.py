@@ -1,6 +1,6 @@
 """Trains on a flawed reward until the agent exploits it, judges the same log again by the right one, and retrains on it.
 
-python examples/replay/showcase.py [FIELD]    writes showcase.md and showcase.svg into the field's folder
+python examples/replay/showcase.py    writes showcase.md and showcase.svg into the folder `field`, or the one that is named
 """
 
 import subprocess
