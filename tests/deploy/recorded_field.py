@@ -29,7 +29,6 @@ from replayground.streams.log.protocol import Log
 from tests.deploy.test_cli import called
 from tests.flow.synthetic import rollout
 
-
 PROJECT = Path(__file__).resolve().parents[2]
 
 
