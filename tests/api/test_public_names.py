@@ -26,6 +26,7 @@ SIGNATURES = {
     "ExactMatch": "(*, name='exact_match', weight=1.0, pass_mark=1.0)",
     "Example": "(*, task, turns)",
     "Field": "(path)",
+    "Field.lineage": "(self, of, *, everything=False)",
     "Field.open": "()",
     "Field.runs": "(self)",
     "Field.sql": "(self, text, run=None)",

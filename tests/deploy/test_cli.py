@@ -35,6 +35,12 @@ COMMANDS = (
     "sql",
     "report",
     "serve",
+    "select",
+    "rescore",
+    "retrain",
+    "sft",
+    "eval",
+    "lineage",
 )
 ONE_PROGRAM = '[harness]\nprograms = ["cut"]\n'
 

@@ -39,6 +39,7 @@ from tests.deploy.test_cli import called, command
 from tests.deploy.test_supervisor import eventually
 from tests.trainer.episodes import assembled, played, stockroom
 
+_ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 RUN, OTHER = "20260101-090000-source", "20260101-100000-live"
 CONFIG: dict[str, Any] = {
     "job": {
@@ -178,8 +179,10 @@ class Practised:
 @pytest.fixture(scope="module")
 def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Practised]:
     here = tmp_path_factory.mktemp("experience")
-    up = called(here, "up")
-    assert up.returncode == 0, up.stderr
+    starting = subprocess.run(
+        command("up"), cwd=here, env=_ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert starting.returncode == 0, starting.stderr
     yield Practised(here)
     called(here, "down")
 
@@ -336,9 +339,8 @@ def test_two_trainers_follow_one_run_with_settings_of_their_own(field: Practised
 
 
 def follower(field: Practised, *arguments: str) -> "subprocess.Popen[str]":
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     return subprocess.Popen(
-        command(*arguments), cwd=field.here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(*arguments), cwd=field.here, env=_ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
