@@ -55,7 +55,7 @@ def serving(tokens: TokenFile | None, hosts: tuple[str, ...] = ()) -> Iterator[s
 
 
 def test_a_token_is_needed_and_has_a_role(tokens: TokenFile) -> None:
-    secrets = {role: tokens.add(role, role, now=1) for role in ("viewer", "operator")}  # type: ignore[arg-type]
+    secrets = {role: tokens.add(role, role, now=1) for role in ("viewer", "operator")}
     with serving(tokens) as url:
         assert httpx.get(f"{url}/api/runs").status_code == 401
         assert httpx.post(f"{url}/api/sql", json={}).status_code == 401

@@ -25,6 +25,7 @@ from replayground.consumers.clickhouse import sql_wall
 from replayground.consumers.clickhouse.deliveries import delivery_row
 from replayground.consumers.clickhouse.people_sql import PeopleSql
 from replayground.consumers.clickhouse.sql_answers import SqlBusy, SqlRefused
+from replayground.consumers.clickhouse.sql_process import quoted
 from replayground.consumers.clickhouse.sql_snapshot import take_snapshot
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.config import TracesSettings
@@ -38,6 +39,7 @@ from tests.consumers.synthetic_run import SyntheticRun, run_of
 
 DATABASE = "walled"
 DRIVER = Path(__file__).with_name("sql_driver.py")
+PROJECT = Path(__file__).resolve().parents[2]
 PACKAGES = Path(sql_wall.__file__).parents[3]
 SECRET = "canary-7d1f-not-for-people"
 
@@ -244,6 +246,18 @@ def changed(statement: str, source: random.Random) -> str:
         odd = source.choice(("\u200b", "“", "\ufeff", "//", "--", ";", "`"))
         words[at : at + 1] = source.choice(([], [words[at]] * 2, [source.choice(words)], [words[at], odd]))
     return "".join(words)
+
+
+def test_the_user_of_a_server_is_made_by_statements_that_clickhouse_reads(field: Field, tmp_path: Path) -> None:
+    text = re.sub(r"(?m)^--.*$", "", (PROJECT / "deploy/clickhouse/people.sql").read_text())
+    statements = [statement.strip() for statement in text.split(";") if statement.strip()]
+    asked = [f"SELECT formatQuerySingleLine({quoted(statement)})" for statement in statements]
+    found = walled(field, asked, "open", tmp_path)
+    assert [text for refused, text in found if refused] == []
+    # Nothing is granted but SELECT on the traces.
+    assert [statement for statement in statements if statement.startswith("GRANT")] == [
+        "GRANT SELECT ON replayground.* TO replayground_people"
+    ]
 
 
 def test_a_question_sees_what_was_inserted_before_it(field: Field, people: PeopleSql) -> None:
