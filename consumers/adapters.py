@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 from replayground.schemas.errors import BlobDamaged
 from replayground.schemas.tensor_file import TensorFile, new_tensor_file
 
-WEIGHTS = "model.safetensors"
-ADAPTER = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 
 

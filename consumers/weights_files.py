@@ -7,13 +7,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from replayground.consumers.adapters import ADAPTER, ADAPTER_CONFIG, WEIGHTS, merge
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.errors import BlobDamaged
 from replayground.schemas.events import WeightsFile, WeightsPublished
 
 # Must not match the pattern of finished folders, v*.
 _UNFINISHED = "unfinished-"
+WEIGHTS = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 _BASE = "base-"
 "begins the name of the base weights of adapters"
 
@@ -67,11 +69,14 @@ class WeightsFolder:
             self._merge(files, folder)
 
     def _merge(self, files: Mapping[str, WeightsFile], folder: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=self._root) as adapter:
-            paths = [Path(adapter, name) for name in (ADAPTER, ADAPTER_CONFIG)]
-            for path in paths:
+        # numpy: most runs have no adapter.
+        from replayground.consumers.adapters import merge
+
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=self._root) as apart:
+            adapter, config = Path(apart, ADAPTER), Path(apart, ADAPTER_CONFIG)
+            for path in (adapter, config):
                 self._blobs.get_to_file(files[path.name].uri, files[path.name].sha256, path)
-            merge(self._base(files[WEIGHTS]), *paths, folder / WEIGHTS)
+            merge(self._base(files[WEIGHTS]), adapter, config, folder / WEIGHTS)
 
     def _base(self, file: WeightsFile) -> Path:
         """The base weights, fetched once for all adapters of a run; another base takes their place."""

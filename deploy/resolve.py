@@ -277,6 +277,8 @@ def _require_no_secret(config: Config, source: Path) -> None:
     references |= {f"judge.endpoints.{name}.key": endpoint.key for name, endpoint in config.judge.endpoints.items()}
     if config.traces.dsn.startswith("clickhouse"):
         references["the password in traces.dsn"] = urlsplit(config.traces.dsn).password or ""
+    if config.traces.sql_dsn:
+        references["the password in traces.sql_dsn"] = urlsplit(config.traces.sql_dsn).password or ""
     for setting, value in references.items():
         if value and not value.startswith(("env:", "file:")):
             raise BadInput(

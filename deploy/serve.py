@@ -43,6 +43,7 @@ from replayground.schemas.errors import BadInput, LogUnavailable, TakenOver
 from replayground.schemas.events import Meta, WorkerSeen
 from replayground.schemas.ids import new_id, now_microseconds
 from replayground.schemas.metrics import FIGURES, ProgramMetrics
+from replayground.schemas.redaction import redacted, redacted_fields
 from replayground.schemas.run import Run
 from replayground.schemas.secrets import read_secret
 from replayground.streams.log.connect import open_log
@@ -83,8 +84,8 @@ def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: 
         logger.info("drained")
     except BadInput as error:
         # Plain text and last, so that RunningStack.last_line shows it to the user.
-        print(printable(str(error)), file=sys.stderr, flush=True)
-        _write_reason(reason_file, str(error))
+        print(printable(redacted(str(error))), file=sys.stderr, flush=True)
+        _write_reason(reason_file, redacted(str(error)))
         return 2
     except TakenOver as error:
         logger.info("taken_over", reason=str(error))
@@ -117,17 +118,21 @@ def settings_of(program: Program, resolved: ResolvedConfig) -> Any:
     """The config section of a program, with references to secrets replaced by the secrets. Raises BadInput."""
     settings = getattr(resolved.config, program.name)
     if isinstance(settings, TracesSettings):
-        return msgspec.structs.replace(settings, dsn=_with_password(settings.dsn))
+        return msgspec.structs.replace(
+            settings,
+            dsn=_with_password(settings.dsn, "[traces] dsn"),
+            sql_dsn=_with_password(settings.sql_dsn, "[traces] sql_dsn"),
+        )
     return settings
 
 
-def _with_password(dsn: str) -> str:
+def _with_password(dsn: str, field: str) -> str:
     """Replaces the password reference (env:NAME or file:PATH) in a DSN by the password. Raises BadInput."""
     reference = urlsplit(dsn).password
     if not reference:
         return dsn
     # Percent-encoded in both directions: a path contains slashes, and a password may contain any character.
-    password = read_secret(unquote(reference), "traces", "the password in [traces] dsn")
+    password = read_secret(unquote(reference), "traces", f"the password in {field}")
     return dsn.replace(f":{reference}@", f":{quote(password, safe='')}@", 1)
 
 
@@ -151,6 +156,7 @@ def configure_logs(program: str, run_id: str) -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
+        lambda _, method, event: redacted_fields(event),
     ]
     structlog.configure(
         processors=[*shared, structlog.processors.JSONRenderer()],

@@ -26,6 +26,7 @@ from replayground.schemas.errors import LogUnavailable
 from replayground.schemas.events import AgentMessaged, EndedBy, Sampling, Task, ToolCalled, ToolObserved, TurnGenerated
 from replayground.schemas.formats import FinalAnswer, Idle, Malformed, ParsedTurn, ToolCall, ToolFormat, format_named
 from replayground.schemas.packed import pack_logprobs, pack_tokens
+from replayground.schemas.redaction import redacted
 
 logger = structlog.get_logger()
 
@@ -258,17 +259,19 @@ class Participant:
         """Appends the observation to the context and emits ToolObserved. Raises AgentStopped when it does not fit: then
         the event has its content, but no tokens."""
         rollout = self.rollout
+        # Before it is read into the context: tokens and text of an event must be of one text.
+        content = redacted(observation.content)
         # Blobs first: the event must not name one that is not stored. From _read to emit there must be no await, or an
         # agent of a parallel step could emit a context with a higher number before this one.
         blobs = [await rollout.keep_blob(blob.data) for blob in observation.blobs]
         with _caused_by_agent("what it observes cannot be read"):
-            extension, fits = self._read(Message("tool", observation.content))
+            extension, fits = self._read(Message("tool", content))
         rollout.attempt.emit(
             ToolObserved(
                 meta=rollout.attempt.meta("observation", tool or "environment", self.agent.name),
                 call_id=self.call_id,
                 tool=tool,
-                content=observation.content,
+                content=content,
                 is_error=observation.is_error,
                 error_kind=observation.error_kind,
                 milliseconds=observation.milliseconds,
@@ -283,7 +286,7 @@ class Participant:
         )
         if not fits:
             raise AgentStopped("token_limit", f"the observation does not fit into {self.sampling.tokens_max} tokens")
-        self._remember(observation.content)
+        self._remember(content)
 
     def _read(self, message: Message) -> tuple[Extension, bool]:
         """Extends the context by a message, or begins a new one. False if it does not fit: then nothing is changed."""

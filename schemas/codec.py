@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import fastavro
 import msgspec
+from fastavro.schema import to_parsing_canonical_form
 
 from replayground.schemas.attribution import begins_with_run, run_at
 from replayground.schemas.blobs import Blobs
@@ -86,8 +87,10 @@ class _Reader:
             raise Undecodable(f"unknown record {self.name}")
         self.event_class = _CLASSES[self.name]
         ours = _schema_of(self.event_class)
-        # Avro schema resolution is slow: only for events of an older or newer writer.
-        self.read: Read = _read_of(self.event_class) if written == ours else _resolving_read(written, ours)
+        # Avro schema resolution is slow: only for events of an older or newer writer. By the canonical form, which says
+        # how bytes lie: the registry gives schemas back without the namespaces that inner records inherit.
+        is_ours = to_parsing_canonical_form(written) == to_parsing_canonical_form(ours)
+        self.read: Read = _read_of(self.event_class) if is_ours else _resolving_read(written, ours)
 
 
 def _resolving_read(written: dict[str, Any], ours: dict[str, Any]) -> Read:
@@ -126,7 +129,7 @@ class Codec:
 
     def __init__(self, registry: Registry, blobs: Blobs) -> None:
         self._registry = registry
-        self._blobs = blobs
+        self.blobs = blobs
         # Unlocked: threads that miss the same entry at once store equal ones.
         self._writers: dict[type[Event], _Writer] = {}
         self._spill_writers: dict[str, _Writer] = {}
@@ -158,7 +161,7 @@ class Codec:
     def spill(self, event: Event, data: bytes) -> bytes:
         """Stores wire bytes of an event as a blob; returns those of its Spilled record. Raises BlobsUnavailable."""
         # The blob first: an event must never refer to a blob that is not durable.
-        uri, sha256 = self._blobs.put(data)
+        uri, sha256 = self.blobs.put(data)
         spilled = Spilled(type(event).__name__, uri, sha256, len(data), event.meta.run_id)
         return self._spill_writers[TOPIC_BY_EVENT[type(event)].name].write(spilled)
 
@@ -223,7 +226,7 @@ class Codec:
 
     def _fetch(self, spilled: Spilled) -> bytes:
         try:
-            return self._blobs.get(spilled.uri, spilled.sha256)
+            return self.blobs.get(spilled.uri, spilled.sha256)
         except BlobDamaged as error:
             raise Undecodable(str(error)) from error
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from replayground.schemas.errors import BadInput
+from replayground.schemas.redaction import remember
 
 
 def for_program(text: str, program: str) -> str:
@@ -13,6 +14,13 @@ def for_program(text: str, program: str) -> str:
 
 def read_secret(reference: str, program: str, field: str) -> str:
     """Reads the secret behind `env:NAME` or `file:PATH`. Raises BadInput, which names the field and what is missing."""
+    secret = _read(reference, program, field)
+    # Wherever it turns up in a text of this program, it is taken out.
+    remember(secret)
+    return secret
+
+
+def _read(reference: str, program: str, field: str) -> str:
     kind, _, place = for_program(reference, program).partition(":")
     if kind == "env" and place:
         # An empty variable counts as missing: an empty password would only fail later, at the broker.

@@ -4,9 +4,14 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from replayground.deploy.local.stack import LogAddresses, local_log
 from replayground.schemas.run import JobSettings, Run
+
+# A busy machine is no reason to fail: no assertions on time.
+settings.register_profile("without_deadline", deadline=None)
+settings.load_profile("without_deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""The phases of a run, as data: what makes which weight versions, in order. Pure.
+"""The phases of a run, as data: what makes which weight versions, in order.
 
 The loop knows one way to make a version of each kind, and goes through these. A restart goes on in the phase of the
 newest version.

@@ -7,11 +7,13 @@ from typing import Any
 
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.dashboard.markup import Element
-from replayground.consumers.dashboard.web import Traces
+from replayground.consumers.dashboard.web import SqlResult, Traces
 from replayground.schemas.errors import BadInput
 from replayground.streams.rules.runs import RunState
 
 _NUMBER_MAX = 2**53
+StatementResult = SqlResult | str | None
+"rows, or one sentence that says why there are none; None when nothing was asked"
 
 
 @dataclass(frozen=True)
@@ -21,10 +23,8 @@ class ViewRequest:
     traces: Traces
     path: str
     query: Mapping[str, Sequence[str]]
-    is_from_elsewhere: bool = False
-    "whether a page of another site sent the browser here"
-    person: str = ""
-    "who asks"
+    statement: StatementResult = None
+    "what became of the statement in the address of the SQL console"
 
     @property
     def store(self) -> Store:

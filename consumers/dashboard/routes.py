@@ -6,8 +6,10 @@ Pages hold no state on the server and no socket: what a view shows follows from 
 as a running one does. Actions go through /api (consumers.dashboard.web), with its checks.
 """
 
+import asyncio
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -19,8 +21,9 @@ from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.access import person_of
 from replayground.consumers.dashboard.addresses import address
 from replayground.consumers.dashboard.frame import empty, page
+from replayground.consumers.dashboard.images import picture
 from replayground.consumers.dashboard.markup import el
-from replayground.consumers.dashboard.request import ViewContent, ViewRequest
+from replayground.consumers.dashboard.request import StatementResult, ViewContent, ViewRequest
 from replayground.consumers.dashboard.views import (
     audit,
     batches,
@@ -56,7 +59,6 @@ VIEWS: Mapping[str, Callable[[ViewRequest], ViewContent]] = {
     addresses.LINEAGE: lineage.view,
     addresses.FAILURES: failures.view,
     addresses.MACHINES: machines.view,
-    addresses.SQL: sql.view,
     addresses.REJECTS: rejects.view,
     addresses.AUDIT: audit.view,
     addresses.EVENT: event.view,
@@ -69,12 +71,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
     "base-uri 'none'; frame-ancestors 'none'"
 )
-_HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
+_HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-store"}
 
 _log = structlog.get_logger(__name__)
 
@@ -85,13 +82,18 @@ def add_views(app: FastAPI, traces: Traces) -> None:
     version = hashlib.sha256(b"".join(assets[name] for name in sorted(assets))).hexdigest()[:12]
     for path, view in VIEWS.items():
         app.get(path)(_route(traces, path, view, version))
+    app.get(addresses.SQL)(_sql_route(traces, version))
 
     @app.get(f"{addresses.ASSETS}/{{name}}")
     def asset(name: str) -> Response:
         if name not in assets:
             return Response("there is no such file", 404, media_type="text/plain")
-        headers = {"Cache-Control": "max-age=31536000, immutable", "X-Content-Type-Options": "nosniff"}
+        headers = {"Cache-Control": "max-age=31536000, immutable"}
         return Response(assets[name], headers=headers, media_type=_MEDIA_TYPES[Path(name).suffix])
+
+    @app.get(addresses.BLOB)
+    def blob(uri: str) -> Response:
+        return picture(traces.source.log.codec.blobs if traces.source else None, uri)
 
 
 def _assets() -> dict[str, bytes]:
@@ -103,16 +105,46 @@ def _route(
 ) -> Callable[[Request], Response]:
     # Not async: FastAPI runs it in a thread, and a slow query keeps no other request waiting.
     def answer(request: Request) -> Response:
-        query = {name: request.query_params.getlist(name) for name in request.query_params}
-        is_from_elsewhere = request.headers.get("Sec-Fetch-Site") == "cross-site"
-        asked = ViewRequest(traces, path, query, is_from_elsewhere, person_of(request).name)
+        asked = ViewRequest(traces, path, _query(request))
         # Addresses of older releases: one page for one run.
         if path == addresses.RUNS and asked.text("run"):
             return RedirectResponse(address(addresses.FLOW, asked.text("run")))
-        content, status = _content(asked, view)
-        return HTMLResponse(page(content, path, _runs(traces), version), status, headers=_HEADERS)
+        return _page(asked, view, version)
 
     return answer
+
+
+def _sql_route(traces: Traces, version: str) -> Callable[[Request], Awaitable[Response]]:
+    # Statements of people wait outside the threads that serve the page.
+    async def answer(request: Request) -> Response:
+        asked = ViewRequest(traces, addresses.SQL, _query(request))
+        asked = replace(asked, statement=await _run_statement(asked, request))
+        return await asyncio.to_thread(_page, asked, sql.view, version)
+
+    return answer
+
+
+async def _run_statement(asked: ViewRequest, request: Request) -> StatementResult:
+    """What became of the statement in the address."""
+    statement = asked.text("sql")
+    if not statement:
+        return None
+    # A page of somebody else could otherwise make the store work by linking here.
+    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        return "You came here from another site, so the statement was not run. Read it, then press Ask."
+    try:
+        return await asked.traces.asked_sql(statement, asked.text("run") or None, person_of(request).name)
+    except BadInput as error:
+        return str(error)
+
+
+def _query(request: Request) -> Mapping[str, Sequence[str]]:
+    return {name: request.query_params.getlist(name) for name in request.query_params}
+
+
+def _page(asked: ViewRequest, view: Callable[[ViewRequest], ViewContent], version: str) -> Response:
+    content, status = _content(asked, view)
+    return HTMLResponse(page(content, asked.path, _runs(asked.traces), version), status, headers=_HEADERS)
 
 
 def _content(asked: ViewRequest, view: Callable[[ViewRequest], ViewContent]) -> tuple[ViewContent, int]:

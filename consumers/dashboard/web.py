@@ -39,7 +39,7 @@ from replayground.consumers.clickhouse.query_cache import QueryCache
 from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlBusy
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.config import TracesSettings
-from replayground.consumers.dashboard.access import LOOPBACK_NAMES, Access, Throttle, person_of
+from replayground.consumers.dashboard.access import LOOPBACK_NAMES, AccessCheck, Throttle, person_of
 from replayground.consumers.dashboard.tokens import TokenFile
 from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
@@ -53,6 +53,7 @@ from replayground.consumers.reports.transcripts import Transcript, TranscriptEnt
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import TrajectoriesSelected
 from replayground.schemas.ids import now_microseconds
+from replayground.schemas.redaction import redacted
 from replayground.streams.log.protocol import Log
 from replayground.streams.replay.selection import selections_on_log
 from replayground.streams.rules.lineage import Lineage
@@ -159,15 +160,9 @@ class Traces:
         topics."""
         return self._source.lag.lags(run.run_id) if self._source is not None and run.is_active else {}
 
-    def sql(self, statement: str, run_id: str | None = None, person: str = "") -> SqlResult:
-        """Runs a user's statement, over all runs or one; blocks its thread. Raises BadInput, UnknownRun, and SqlBusy when
-        too many are waiting."""
-        began = time.monotonic()
-        self._note_statement(person)
-        return self._shown(self._people.ask(statement, self._id_of(run_id), person), began)
-
     async def asked_sql(self, statement: str, run_id: str | None = None, person: str = "") -> SqlResult:
-        """As `sql`, without a thread: what serves the page does not wait."""
+        """Runs a user's statement, over all runs or one, without a thread: what serves the page does not wait. Raises
+        BadInput, UnknownRun, and SqlBusy when too many are waiting."""
         began = time.monotonic()
         self._note_statement(person)
         found = await asyncio.to_thread(self._id_of, run_id) if run_id else None
@@ -271,7 +266,7 @@ def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI
     """The application with everything under /api, behind the checks of dashboard.access. Raises BadInput when it would
     listen on other machines' requests without a token."""
     app = FastAPI(title="Replayground traces", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Access, **_checks(settings or TracesSettings()))
+    app.add_middleware(AccessCheck, **_checks(settings or TracesSettings()))
 
     @app.get("/api/runs")
     async def all_runs() -> Response:
@@ -402,7 +397,7 @@ def _require_free(bind: str, port: int) -> None:
 
 
 def _checks(settings: TracesSettings) -> dict[str, Any]:
-    """The arguments of Access. Raises BadInput."""
+    """The arguments of AccessCheck. Raises BadInput."""
     if bool(settings.tls_certificate) != bool(settings.tls_key):
         raise BadInput("TLS needs both files: set [traces] tls_certificate and tls_key, or neither")
     if settings.bind in _LOOPBACK_ADDRESSES:
@@ -426,11 +421,11 @@ async def _respond_to(question: Awaitable[Any], shown: Callable[[Any], Response]
         answer = await question
         return _json(answer, 200) if shown is None else shown(answer)
     except UnknownRun as error:
-        return _json({"error": str(error)}, 404)
+        return _json({"error": redacted(str(error))}, 404)
     except SqlBusy as error:
-        return _json({"error": str(error)}, 429)
+        return _json({"error": redacted(str(error))}, 429)
     except BadInput as error:
-        return _json({"error": str(error)}, 400)
+        return _json({"error": redacted(str(error))}, 400)
 
 
 def _json(content: Any, status: int) -> Response:

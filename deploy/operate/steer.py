@@ -2,6 +2,7 @@
 
 from typing import Literal, get_args
 
+from replayground.deploy.runs import user_name
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import ControlIssued, Meta
 from replayground.schemas.ids import new_id
@@ -35,6 +36,6 @@ def control_event(
         ),
         command=command,  # type: ignore[arg-type]  # one of STEERINGS
         version=None,
-        requested_by="operator",
+        requested_by=user_name(),
         reason=reason,
     )

@@ -14,6 +14,7 @@ from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient
 
 from replayground.schemas.errors import BadInput, LogUnavailable, NotAllowed, ReplaygroundError
+from replayground.schemas.programs import OPERATOR
 from replayground.schemas.run import LogSettings, SecuritySettings
 from replayground.schemas.secrets import for_program, read_secret
 
@@ -63,7 +64,8 @@ class Connection:
         """What every client of librdkafka is given. Reads the password: call it when a client is made."""
         return {
             "bootstrap.servers": self.log.bootstrap_servers,
-            "log_level": 3,
+            # librdkafka prints a line at every failed connection, 20 in a second. A command ends by one that says the same.
+            "log_level": 2 if self.program == OPERATOR else 3,
             "socket.keepalive.enable": True,
             "error_cb": refusals.note,
             **self._security(),

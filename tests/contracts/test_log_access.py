@@ -10,14 +10,17 @@ import pytest
 from confluent_kafka import KafkaError, Message, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+from replayground.deploy.local.ports import choose_ports
+from replayground.deploy.local.stack import LogAddresses
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
-from replayground.schemas.errors import BadInput, LogBroken
+from replayground.schemas.errors import BadInput, LogBroken, LogUnavailable
 from replayground.schemas.events import Address, Event, Position
 from replayground.schemas.programs import UndeclaredAccess
 from replayground.schemas.registry import MemoryRegistry
-from replayground.schemas.run import Run
+from replayground.schemas.run import LogSettings, Run
 from replayground.schemas.topics import TOPICS
+from replayground.streams.log import connection
 from replayground.streams.log.access import RECORD_FOLDER
 from replayground.streams.log.connect import open_log, registry_of
 from replayground.streams.log.kafka import KafkaLog, prefixes_of
@@ -200,6 +203,17 @@ def test_a_wrong_prefix_is_told_with_those_that_there_are(kafka_run: Run, tenant
     log = opened(with_prefix(kafka_run, "tennant-"))
     with pytest.raises(BadInput, match=r"no topics with topic_prefix 'tennant-' .* there are with '', 'tenant-'"):
         log.reader(["messages"])
+
+
+def test_brokers_that_do_not_answer_are_told_to_the_operator_once(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(connection, "ASK_SECONDS", 1.0)
+    nowhere = f"127.0.0.1:{choose_ports({'broker': 0})['broker']}"
+    addresses = LogAddresses(LogSettings(bootstrap_servers=nowhere, registry_url="http://127.0.0.1"), tmp_path.as_uri())
+    with pytest.raises(LogUnavailable, match=f"the brokers at {nowhere} do not answer"):
+        opened(addresses.run_of("command")).end_positions(["runs"])
+    assert capfd.readouterr().err == ""
 
 
 def test_prefixes_are_those_with_every_topic() -> None:

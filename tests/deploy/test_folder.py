@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from replayground.deploy.field import mention_old_runs
 from replayground.deploy.local.folder import (
     FieldFolder,
     RunFolder,
@@ -71,6 +72,23 @@ def test_runs_of_the_layout_before_fields_are_refused_and_left_alone(tmp_path: P
     with pytest.raises(BadInput, match=r"holds 1 runs of an older release .* name another folder with --field"):
         field_folder(tmp_path)
     assert (old / "version").read_text() == "1\n"
+
+
+def test_a_new_field_beside_runs_of_the_layout_before_fields_mentions_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were in `runs`, a field is in `field`: no list of the new field would show them."""
+    monkeypatch.chdir(tmp_path)
+    old = tmp_path / "runs" / "20260101-stockroom-seed0"
+    old.mkdir(parents=True)
+    (old / "version").write_text("1\n")
+    said: list[str] = []
+    mention_old_runs(field_folder(tmp_path / "field"), said.append)
+    create_field_folder(field_folder(tmp_path / "field"))
+    mention_old_runs(field_folder(tmp_path / "field"), said.append)
+    assert len(said) == 1
+    assert "runs/ holds 1 runs of an older release" in said[0]
+    assert "read them with the release that wrote them" in said[0]
 
 
 def test_runs_are_listed_newest_first(field: FieldFolder) -> None:

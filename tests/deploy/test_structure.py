@@ -44,6 +44,7 @@ HEAVY_OF_PROGRAM = {
     "rollouts": LOG | {"tokenizers"},
     "streams": LOG | {"faust", "aiokafka"},
     "cut": LOG,
+    "judge": LOG,
     "trainer": LOG | {"numpy", "tokenizers", "torch"},
     "reloader": LOG,
     "vllm": LOG,  # vLLM itself runs in a child

@@ -290,7 +290,6 @@ def test_a_used_up_budget_excludes_and_is_not_forgotten_by_a_restart(
     put(log, attempts(2))
     judged.run_to_end(concurrency=1, **limit)
     put(log, attempts(5, attempt=1))
-    judged.run_to_end(concurrency=1, **limit)
     metrics = judged.run_to_end(concurrency=1, **limit)
     assert "THE BUDGET IS USED UP" in metrics.detail
     assert len(server.requests) == 3

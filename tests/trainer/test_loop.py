@@ -322,6 +322,28 @@ def test_a_restart_keeps_account_of_versions(
     assert [number for number, _ in field.digests()] == [0, 1, 2, 3, 4]
 
 
+def test_the_reference_stays_and_a_restart_finds_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rules = msgspec.structs.replace(SETTINGS.grpo, reference_weight=1.0, schedule_steps=3)
+    settings = msgspec.structs.replace(SETTINGS, grpo=rules)
+    found: list[list[tuple[int, str]]] = []
+    for stops in ((4,), (3, 4)):
+        field = Field(tmp_path / f"{len(stops)}")
+        demonstrate(field, tokenizer)
+        keep(field, 2)
+        begun = 0
+        for version in stops:
+            for index in range(begun, version - 1):
+                cut(field, tokenizer, index, 1 + index)
+            begun = version - 1
+            with field.training(settings):
+                field.until_version(version)
+        assert on_log(field) == {1, 3, 4}, "practice began with version 1"
+        taken = [step.metrics for step in field.steps() if step.kind == "grpo"]
+        assert all(metrics["reference_k3"] > 0 for metrics in taken)
+        found.append(field.digests())
+    assert found[0] == found[1]
+
+
 def test_a_held_version_stays_until_it_is_released(field: Field, tokenizer: Tokenizer) -> None:
     demonstrate(field, tokenizer)
     for version in (0, 1, 2):

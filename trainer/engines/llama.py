@@ -148,7 +148,7 @@ class Llama:
         if self._adapters is None:
             return product
         added = [self._adapters.added(inputs, _full_name(layer, name)) for name in names]
-        parts = product.split([len(weight) for weight in weights], dim=-1)
+        parts = torch.split(product, [len(weight) for weight in weights], dim=-1)
         sums = [part if more is None else part + more for part, more in zip(parts, added, strict=True)]
         return torch.cat(sums, -1)
 

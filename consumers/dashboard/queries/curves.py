@@ -8,8 +8,8 @@ from replayground.consumers.clickhouse import queries
 from replayground.consumers.clickhouse.query_cache import CachedQuery, QueryCache
 from replayground.consumers.reports.evaluations import Evaluation, evaluations_of
 
-POINTS_MAX = 400
-"points of one curve: more than a plot has pixels for"
+POINTS_MAX = 240
+"points of one curve: as many as a plot can tell apart"
 _Z = 1.959964
 "of the normal distribution, for 95 %"
 

@@ -11,6 +11,8 @@ from replayground.consumers.clickhouse.views import outcomes
 ROWS = 50
 _REWARDS_MAX = 20_000
 "different rewards, rounded, that the histogram is made of"
+_SCORERS_MAX = 16
+"rewards of one attempt, for the number of rewards in which a page of attempts is found"
 _FOUND_MAX = 2_000
 "trajectories that a search for words returns"
 _OF_OUTCOMES = ("RewardAssigned",)
@@ -32,6 +34,12 @@ SELECT trajectory_id, attempt_id, group_id, session_id, purpose, policy_version,
 FROM ({outcomes(_OF_ROWS)}) WHERE {_OF_OUTCOME} AND {_BETWEEN}
 ORDER BY timestamp DESC, attempt_id LIMIT {{limit:UInt32}} OFFSET {{offset:UInt64}}
 """
+# Without a condition on outcomes the newest attempts are found first: only their rewards are put together.
+_NEWEST = (
+    f"attempt_id IN (SELECT attempt_id FROM events WHERE type = 'RewardAssigned' AND {_OF_ROWS} "
+    "ORDER BY timestamp DESC LIMIT {scanned:UInt64})"
+)
+_LIST_OF_NEWEST = _LIST.replace(_OF_ROWS, f"{_OF_ROWS} AND {_NEWEST}")
 _HISTOGRAM = CachedQuery(
     f"""
 SELECT round(reward, 2) AS rounded, count() AS attempts FROM ({outcomes(_OF_ROWS)}) WHERE {_OF_OUTCOME}
@@ -121,8 +129,10 @@ def find_trajectories(answers: QueryCache, asked: TrajectoryFilter, page: int) -
         "high": 1e308 if asked.high is None else asked.high,
         "limit": ROWS + 1,
         "offset": page * ROWS,
+        "scanned": (page + 1) * (ROWS + 1) * _SCORERS_MAX,
     }
-    rows = store.ask(_LIST, parameters | between).dicts()
+    any_outcome = not asked.outcome and asked.low is None and asked.high is None
+    rows = store.ask(_LIST_OF_NEWEST if any_outcome else _LIST, parameters | between).dicts()
     shown = rows[:ROWS]
     ids = sorted({row["trajectory_id"] for row in shown if row["trajectory_id"]})
     details = {row["attempt_id"]: row for row in store.ask(_DETAILS, {"run": asked.run_id, "ids": ids}).dicts()}

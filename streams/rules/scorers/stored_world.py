@@ -62,7 +62,7 @@ class SqlWorld(BuiltInScorer):
         common = overlap(found, expected)
         equal = float(common.f1 == 1.0)
         parts = {"equal": equal, "precision": common.precision, "recall": common.recall, "f1": common.f1}
-        return Score(score=common.f1 if self.partial else equal, parts=parts, evidence=_told(found, expected))
+        return Score(score=common.f1 if self.partial else equal, parts=parts, evidence=_difference(found, expected))
 
     def _wanted(self, task: Task) -> str:
         return reference_of(task) if self.changes is None else self.changes
@@ -151,7 +151,7 @@ def _changed_rows(changes: Changes) -> Iterator[Hashable]:
                 yield table, kind, tuple(map(scalar, row))
 
 
-def _told(found: list[Hashable], expected: list[Hashable]) -> str:
+def _difference(found: list[Hashable], expected: list[Hashable]) -> str:
     missing, surplus = [row for row in expected if row not in found], [row for row in found if row not in expected]
     told = [f"missing {_row(row)}" for row in missing] + [f"surplus {_row(row)}" for row in surplus]
     return "; ".join(told[:_TOLD_MAX]) or f"{len(found)} rows changed, as expected"
