@@ -1,4 +1,4 @@
-"""Events as records of an export: plain columns that any reader of Parquet or JSON understands. Pure."""
+"""Events as records of an export: plain columns that any reader of Parquet or JSON understands."""
 
 from typing import Any
 
