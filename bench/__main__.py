@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.plots import FOLDER
 from bench.rounds import Figure
 
-SUBJECTS = ("log", "rollouts", "sandboxes", "endless", "shared", "traces")
+SUBJECTS = ("log", "rollouts", "sandboxes", "endless", "shared", "traces", "replay")
 _PAGE = Path(__file__).parent.parent / "docs" / "bench.md"
 
 

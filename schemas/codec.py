@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import fastavro
 import msgspec
+from fastavro.schema import to_parsing_canonical_form
 
 from replayground.schemas.attribution import begins_with_run, run_at
 from replayground.schemas.blobs import Blobs
@@ -86,8 +87,10 @@ class _Reader:
             raise Undecodable(f"unknown record {self.name}")
         self.event_class = _CLASSES[self.name]
         ours = _schema_of(self.event_class)
-        # Avro schema resolution is slow: only for events of an older or newer writer.
-        self.read: Read = _read_of(self.event_class) if written == ours else _resolving_read(written, ours)
+        # Avro schema resolution is slow: only for events of an older or newer writer. By the canonical form, which says
+        # how bytes lie: the registry gives schemas back without the namespaces that inner records inherit.
+        is_ours = to_parsing_canonical_form(written) == to_parsing_canonical_form(ours)
+        self.read: Read = _read_of(self.event_class) if is_ours else _resolving_read(written, ours)
 
 
 def _resolving_read(written: dict[str, Any], ours: dict[str, Any]) -> Read:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ import typer
 from rich.table import Table
 
 from replayground.deploy.options import FIELD, Field, RunArgument, RunOption, console, echo, echo_error
-from replayground.deploy.terminal_text import cells, printable
+from replayground.deploy.terminal_text import cells, plain, printable, printable_json
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
@@ -159,7 +160,11 @@ def _show_answer(answer: dict[str, Any], form: str, output: Path | None) -> None
         _print_answer(answer)
         return
     data = encoded(answer["columns"], answer["rows"], form)
-    if output is None:
+    if output is None and sys.stdout.isatty():
+        text = data.decode(errors="replace")
+        sys.stdout.write(printable_json(text) if form == "json" else plain(text))
+    elif output is None:
+        # A file or a program gets the values as they are.
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     else:
@@ -274,7 +279,7 @@ def _print_answer(answer: dict[str, Any]) -> None:
     _print_table(columns, [tuple("" if value is None else str(value) for value in row) for row in answer["rows"]])
 
 
-def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Prints a table in a terminal, else tab-separated lines."""
     if not console.is_terminal:
         print("\n".join("\t".join(map(printable, row)) for row in [columns, *rows]))

@@ -398,7 +398,9 @@ def test_a_page_of_another_origin_can_send_nothing(page: Page, address: str, tmp
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as stranger:
         threading.Thread(target=stranger.serve_forever).start()
-        opened = page.context.new_page()
+        browser = page.context.browser
+        assert browser is not None
+        opened = browser.new_page()
         # Another port of the same machine is another origin, and the same site: the nearest that a stranger gets.
         opened.goto(f"http://127.0.0.1:{stranger.server_address[1]}/index.html")
         sent = opened.evaluate(_STRANGER, address)

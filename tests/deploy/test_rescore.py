@@ -235,7 +235,7 @@ def children_of(pid: int | None) -> list[int]:
 
 def _rescore_held(work: Work, held: Path) -> None:
     held.write_text(str(os.getpid()))
-    rescore(work, 2, ignored)
+    rescore(work, 1, ignored)
 
 
 def test_of_two_that_do_the_same_replay_the_later_goes_on(
@@ -246,7 +246,7 @@ def test_of_two_that_do_the_same_replay_the_later_goes_on(
     first = multiprocessing.get_context("spawn").Process(target=_rescore_held, args=(twice, held))
     first.start()
     wait_until((tmp_path / "waiting").exists)
-    assert rescore(twice, 2, ignored)
+    assert rescore(twice, 1, ignored)
     held.unlink()
     first.join(PATIENCE_SECONDS)
     assert first.exitcode == 1, "it was fenced, and said so"
@@ -255,7 +255,7 @@ def test_of_two_that_do_the_same_replay_the_later_goes_on(
 
 def test_whatever_a_scorer_does_every_group_completes(log: KafkaLog, work: Callable[..., Work]) -> None:
     hostile = work(HOSTILE, "hostile", score_seconds_max=0.2)
-    assert rescore(hostile, 2, ignored)
+    assert rescore(hostile, 1, ignored)
     judged(log, hostile)
     by_kind: dict[int, list[RewardAssigned]] = {}
     for reward in written(log, hostile, "rewards"):

@@ -159,6 +159,20 @@ def test_an_older_writer_is_read_with_defaults(codec: Codec) -> None:
     assert old_codec.decode(buffer.getvalue(), "messages") == event
 
 
+def test_a_schema_that_lays_bytes_the_same_way_needs_no_resolution(
+    codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registries give schemas back with other documentation, and without the namespaces that inner records inherit."""
+    event = rollout(0, 0)[0]
+    schema = json.loads(file_of(type(event)).read_text())
+    fields = [field | {"doc": "another"} for field in schema["fields"]]
+    del fields[0]["type"]["namespace"]
+    registry = MemoryRegistry()
+    header = struct.pack(">bI", 0, registry.id_of("messages-told", schema | {"fields": fields, "doc": ""}))
+    monkeypatch.setattr("replayground.schemas.codec._resolving_read", None)
+    assert Codec(registry, Blobs("memory://")).decode(header + codec.encode(event)[5:], "messages") == event
+
+
 def large_observation() -> ToolObserved:
     """An event that is too large for the log."""
     observed = next(event for event in rollout(0, 0) if isinstance(event, ToolObserved))

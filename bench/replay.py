@@ -1,0 +1,252 @@
+"""Judging old trajectories again, beside plain confluent-kafka and plain fastavro on the same topic.
+
+rescore_to_bare         one process that reads, judges, groups and writes, to one that only reads and decodes
+rescore_two_processes   one process to two, each with its start; only of use when nothing else runs
+rescore_memory_growth   peak memory of a process that judges a million trajectories, to one that judges ten thousand
+
+retrain_to_online needs a model server, and is measured on the field of the showcase: bench.replay_field.
+"""
+
+import io
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import fastavro
+import msgspec
+from confluent_kafka import Consumer, TopicPartition
+
+from bench.log import _CONSUMER
+from bench.rounds import Figure, figure
+from replayground.deploy.experience.workers import Work, rescore
+from replayground.deploy.local.stack import LogAddresses, local_log
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec
+from replayground.schemas.events import Event, Position, TrajectoryAssembled
+from replayground.schemas.generate import schema_of
+from replayground.schemas.registry import ConfluentRegistry, MemoryRegistry
+from replayground.schemas.run import JobSettings, LogSettings, Run
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.log.connect import open_log
+from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.log.memory import MemoryLog
+from replayground.streams.replay.request import RescoreRequest
+from replayground.streams.replay.rescoring import Judges, PartitionRange, Rescoring, rescore_partition
+from replayground.streams.replay.selection import TOPIC
+from replayground.streams.rules.scoring import scorers_by_name
+from tests.flow.synthetic import groups
+
+_SOURCE = "bench"
+_MODULE = "replayground.producers.stockroom"
+_TEMPLATES = 250
+"groups that all others are copies of"
+_NAME = "G{:07}".format
+"a group; all names are as long, so that Avro's length prefixes stay right when one takes the place of another"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    trajectories: int
+    rounds: int
+    small: int
+    large: int
+
+
+def measure(quick: bool) -> dict[str, Figure]:
+    """Limits: rescore_to_bare at least 0.5, rescore_two_processes at least 1.7, memory_growth at most 1.1."""
+    sizes = Sizes(4_000, 1, 1_000, 4_000) if quick else Sizes(60_000, 5, 10_000, 1_000_000)
+    with _broker() as (addresses, log):
+        fill(log, sizes.trajectories)
+        figures = _against_bare(addresses, log, sizes)
+        figures |= _by_processes(addresses, log, sizes)
+    return figures | _growth(sizes)
+
+
+@contextmanager
+def _broker() -> Iterator[tuple[LogAddresses, KafkaLog]]:
+    folder = tempfile.TemporaryDirectory(prefix="replayground-bench-")
+    with folder as name, local_log(Path(name), heap_mebibytes=512) as addresses:
+        codec = Codec(ConfluentRegistry(addresses.log.registry_url), Blobs(addresses.blobs_url))
+        with closing(KafkaLog(addresses.log, codec)) as log:
+            yield addresses, log
+
+
+def fill(log: KafkaLog, trajectories: int) -> None:
+    """Appends trajectories of one run in groups of four: copies of a few hundred, each with a name of its own."""
+    templates = _templates(log.codec)
+    for number in range(trajectories // 4):
+        old, new = _NAME(number % _TEMPLATES).encode(), _NAME(number).encode()
+        for key, value in templates[number % _TEMPLATES]:
+            log.append_bytes(TOPIC, key.replace(old, new), value.replace(old, new))
+    log.flush(600.0)
+
+
+def _templates(codec: Codec) -> list[list[tuple[bytes, bytes]]]:
+    """Keys and values of the trajectories of each template group, as the stage `assemble` makes them."""
+    log = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    for rollout in groups(_TEMPLATES, run_id=_SOURCE):
+        for event in rollout:
+            log.append(_renamed(event))
+    Driver(log, hops((), "centred"), _SOURCE).run_until_caught_up()
+    found: list[list[tuple[bytes, bytes]]] = [[] for _ in range(_TEMPLATES)]
+    for delivery in log.reader([TOPIC]).poll(10**6, 0.0):
+        assert isinstance(delivery.event, TrajectoryAssembled)
+        name = delivery.event.meta.group_id or ""
+        found[int(name[1:])].append((name.encode(), codec.encode(delivery.event)))
+    return found
+
+
+def _renamed(event: Event) -> Event:
+    """With the name of its group at full length, in its trajectory and attempt too."""
+    meta = event.meta
+    assert meta.group_id is not None
+    name = _NAME(int(meta.group_id[1:]))
+
+    def longer(text: str | None) -> str:
+        return name + (text or "").removeprefix(str(meta.group_id))
+
+    return msgspec.structs.replace(
+        event,
+        meta=msgspec.structs.replace(
+            meta,
+            id=longer(meta.id),
+            group_id=name,
+            trajectory_id=longer(meta.trajectory_id),
+            attempt_id=longer(meta.attempt_id),
+        ),
+    )
+
+
+# one process, beside a bare consumer
+
+
+def _against_bare(addresses: LogAddresses, log: KafkaLog, sizes: Sizes) -> dict[str, Figure]:
+    """Seconds by the clock, and of the processor, threads of the client included. Both in every round."""
+    ends = log.end_positions([TOPIC])
+    found = [
+        (_timed(partial(_bare, addresses, ends)), _timed(partial(_judge, addresses, f"round-{number}", ends)))
+        for number in range(sizes.rounds)
+    ]
+    return {
+        "rescore_to_bare": figure(bare.seconds / judged.seconds for bare, judged in found),
+        "rescore_to_bare_processor": figure(bare.processor / judged.processor for bare, judged in found),
+        "rescore_per_second": figure(sizes.trajectories / judged.seconds for _, judged in found),
+    }
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a piece of work took."""
+
+    seconds: float
+    processor: float
+
+
+def _timed(work: partial[None]) -> Timed:
+    began, processor = time.perf_counter(), time.process_time()
+    work()
+    return Timed(time.perf_counter() - began, time.process_time() - processor)
+
+
+def _bare(addresses: LogAddresses, ends: Sequence[Position]) -> None:
+    """Reads and decodes every trajectory."""
+    schema = fastavro.parse_schema(schema_of(TrajectoryAssembled))
+    consumer = Consumer({"bootstrap.servers": addresses.log.bootstrap_servers, **_CONSUMER})
+    consumer.assign([TopicPartition(end.topic, end.partition, 0) for end in ends])
+    left = sum(end.offset for end in ends)
+    while left:
+        for message in consumer.consume(1000, 0.1):
+            stream = io.BytesIO(message.value() or b"")
+            stream.seek(5)
+            fastavro.schemaless_reader(stream, schema, None)
+            left -= 1
+    consumer.close()
+
+
+def _judge(addresses: LogAddresses, run_id: str, ends: Sequence[Position]) -> None:
+    """Judges every trajectory: rewards and groups are written exactly once."""
+    judges = Judges(run_id, frozenset((_SOURCE,)), scorers_by_name(()))
+    run = run_on(addresses, run_id)
+    with closing(open_log(run)) as log:
+        for end in ends:
+            wanted = PartitionRange(judges.sources, msgspec.structs.replace(end, offset=0), partial(int, end.offset))
+            state = rescore_partition(run, log, Rescoring(judges), wanted, lambda *_: None, threading.Event())
+            assert state is not None
+            assert state.counts.trajectories == end.offset, state.counts
+            assert state.counts.groups == end.offset // 4, state.counts
+
+
+def run_on(addresses: LogAddresses, run_id: str) -> Run:
+    return Run(
+        run_id=run_id,
+        seed=0,
+        job=JobSettings(module=_MODULE),
+        log=addresses.log,
+        blobs_url=addresses.blobs_url,
+        program="replay",
+    )
+
+
+# processes
+
+
+def _by_processes(addresses: LogAddresses, log: KafkaLog, sizes: Sizes) -> dict[str, Figure]:
+    """Seconds of one process to those of two, from the start of the processes to their end."""
+    ends = tuple(log.end_positions([TOPIC]))
+    starts = tuple(msgspec.structs.replace(end, offset=0) for end in ends)
+    request = RescoreRequest(sources=(_SOURCE,), start=starts, end=ends)
+    rounds: list[float] = []
+    for number in range(sizes.rounds):
+        seconds: dict[int, float] = {}
+        # Every other round in reverse order: neither may always be the one on a warm machine.
+        for processes in (1, 2) if number % 2 == 0 else (2, 1):
+            run = run_on(addresses, f"processes-{number}-{processes}")
+            began = time.perf_counter()
+            assert rescore(Work(run, request, _MODULE, None), processes, lambda standing: None)
+            seconds[processes] = time.perf_counter() - began
+        rounds.append(seconds[1] / seconds[2])
+    return {"rescore_two_processes": figure(rounds)}
+
+
+# memory
+
+
+def _growth(sizes: Sizes) -> dict[str, Figure]:
+    """Peak memory of a process of its own that judges a whole log, for a large one and a small one."""
+    peaks = [_peak_mebibytes(count) for count in (sizes.small, sizes.large)]
+    return {"rescore_memory_growth": figure([peaks[1] / peaks[0]]), "rescore_mebibytes": figure([peaks[1]])}
+
+
+def _peak_mebibytes(trajectories: int) -> float:
+    with _broker() as (addresses, log):
+        fill(log, trajectories)
+        told = json.dumps([addresses.log.bootstrap_servers, addresses.log.registry_url, addresses.blobs_url])
+        command = [sys.executable, "-m", "bench.replay", told]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    return float(done.stdout)
+
+
+def _judge_all(bootstrap_servers: str, registry_url: str, blobs_url: str) -> float:
+    """In a process of its own: peak memory in MiB after judging all."""
+    log_settings = LogSettings(bootstrap_servers=bootstrap_servers, registry_url=registry_url)
+    addresses = LogAddresses(log_settings, blobs_url)
+    with closing(open_log(run_on(addresses, "memory"))) as log:
+        ends = log.end_positions([TOPIC])
+    _judge(addresses, "memory", ends)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    print(_judge_all(*json.loads(sys.argv[1])))
