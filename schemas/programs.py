@@ -168,10 +168,12 @@ ACCESS: tuple[Access, ...] = (
     ),
     Access(
         "trainer",
-        # trajectories: a batch holds addresses; runs: as in cut; control: versions that are held
+        # trajectories: a batch holds addresses; runs: as in cut; control: versions that are held, and the resume after
+        # a refused step
         reads=("trajectories", "weights", "snapshots", "runs", "control"),
         consumes={"batches": "trainer"},
-        writes=(StepTaken, WeightsPublished, SnapshotTaken),
+        # ControlIssued: a step that is refused pauses the run
+        writes=(StepTaken, WeightsPublished, SnapshotTaken, ControlIssued),
         is_transactional=True,
     ),
     Access(

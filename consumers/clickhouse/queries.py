@@ -278,58 +278,63 @@ ORDER BY turns DESC, trajectory_id LIMIT 1
 
 # A step that is on the log twice counts once.
 STEPS_TO_VERSION = """
-SELECT version, kind, base_version, batch_id, toUInt64(metrics['groups']) AS groups,
-       toUInt64(metrics['trajectories']) AS trajectories, code_hash, config_hash, timestamp
+SELECT version, kind, base_version, batch_id, toUInt64(metrics['groups']) AS groups_taken,
+       toUInt64(metrics['trajectories']) AS trajectories_taken, code_hash, config_hash, timestamp
 FROM events WHERE run_id = {run:String} AND type = 'StepTaken' AND version <= {version:Int64}
 ORDER BY version, offset LIMIT 1 BY version
 """
 
 WEIGHTS_FILES = """
-SELECT JSONExtractRaw(body, 'files') AS files FROM payloads
-WHERE run_id = {run:String} AND type = 'WeightsPublished' AND JSONExtractInt(body, 'version') = {version:Int64}
-ORDER BY offset LIMIT 1
+SELECT JSONExtractRaw(body, 'files') AS weights FROM payloads
+WHERE run_id = {run:String} AND type = 'WeightsPublished' AND offset IN
+(
+    SELECT offset FROM events
+    WHERE run_id = {run:String} AND type = 'WeightsPublished' AND version = {version:Int64} ORDER BY offset LIMIT 1
+)
 """
 
 BATCH = """
-SELECT id, run_id, causation_id, timestamp, body FROM payloads
-WHERE run_id = {run:String} AND type = 'BatchCut' AND id = {batch:String} ORDER BY offset LIMIT 1
+SELECT id, run_id, causation_id, timestamp, `index`, base_version, scorer_sets,
+       arrayZip(member_trajectories, member_groups, member_partitions, member_offsets, member_rewards, member_advantages,
+                member_passed) AS named
+FROM events WHERE run_id = {run:String} AND type = 'BatchCut' AND id = {batch:String} ORDER BY offset LIMIT 1
 """
 
 GROUPS_NAMED = """
-SELECT id, run_id, group_id, task_id, timestamp, body FROM payloads
+SELECT group_id, task_id, scorer_set, reward_mean, reward_deviation FROM events
 WHERE run_id = {run:String} AND type = 'GroupCompleted' AND group_id IN {groups:Array(String)}
 ORDER BY partition, offset LIMIT 1 BY id
 """
 
-# Without the bodies of trajectories, which hold their tokens. `places` are pairs of integers, written into the text.
 PLAYED = """
 SELECT run_id, partition, offset, trajectory_id, group_id, task_id, attempt_id, purpose, ended_by,
-       policy_version_oldest AS policy_version, answer, prompt
+       policy_version_oldest AS sampled_by, answer, prompt
 FROM payloads WHERE run_id IN {runs:Array(String)} AND type = 'TrajectoryAssembled'
 """
 
 JUDGED = """
-SELECT run_id, attempt_id, scorer, scorer_version, score, ifNull(weight, 0) AS weight, verdict,
-       substring(evidence, 1, 300) AS evidence
-FROM payloads WHERE run_id IN {runs:Array(String)} AND type = 'RewardAssigned' AND trajectory_id IN {trajectories:Array(String)}
+SELECT run_id, attempt_id, scorer, scorer_version, score, ifNull(weight, 0) AS part, verdict,
+       substring(evidence, 1, 300) AS told
+FROM payloads
+WHERE run_id IN {runs:Array(String)} AND type = 'RewardAssigned' AND trajectory_id IN {trajectories:Array(String)}
 ORDER BY partition, offset LIMIT 1 BY id
 """
 
 DEMONSTRATIONS = """
-SELECT min(partition) AS partition, min(offset) AS offset FROM events
+SELECT min(partition) AS place, min(offset) AS first FROM events
 WHERE run_id = {run:String} AND type = 'TrajectoryAssembled' AND purpose = 'demonstrate' AND ended_by != 'infra_error'
 GROUP BY trajectory_id ORDER BY trajectory_id
 """
 
 BATCHES_WITH = """
-SELECT run_id, id, base_version, indexOf(member_trajectories, {trajectory:String}) AS at, member_rewards[at] AS reward,
-       member_advantages[at] AS advantage, member_partitions[at] AS partition_of, member_offsets[at] AS offset_of
+SELECT run_id, id, base_version, indexOf(member_trajectories, {trajectory:String}) AS at, member_partitions[at] AS place,
+       member_offsets[at] AS first, member_rewards[at] AS reward, member_advantages[at] AS advantage
 FROM events WHERE type = 'BatchCut' AND has(member_trajectories, {trajectory:String})
 ORDER BY offset LIMIT 1 BY id
 """
 
 STEPS_OF_BATCHES = """
-SELECT run_id, version, ifNull(batch_id, '') AS batch_id FROM events
+SELECT run_id, version, batch_id FROM events
 WHERE run_id IN {runs:Array(String)} AND type = 'StepTaken' AND version IN {versions:Array(Int64)}
 ORDER BY offset LIMIT 1 BY run_id, version
 """

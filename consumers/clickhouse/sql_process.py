@@ -52,7 +52,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     _limit(request["cpu_seconds_max"])
     try:
-        session = Session(_chdb, request["database"])
+        session = SnapshotConnection(_chdb, request["database"])
         if request["is_guarded"]:
             session.require_question(request["sql"])
         session.limit(request["settings"], request["run_id"])
@@ -82,7 +82,7 @@ def _limit(seconds: int) -> None:
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
 
 
-class Session:
+class SnapshotConnection:
     """One connection to the copy of the store. A statement has one of its own."""
 
     def __init__(self, chdb: Any, database: str) -> None:

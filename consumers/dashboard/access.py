@@ -58,7 +58,7 @@ def person_of(connection: HTTPConnection) -> Person:
     return person
 
 
-class Refusal(Exception):
+class AccessDenied(Exception):
     """The request goes no further: the status and one sentence."""
 
     def __init__(self, status: int, sentence: str) -> None:
@@ -87,7 +87,7 @@ class Throttle:
         return marks is not None and len(marks) == self._marks_max and marks[0] > self._clock() - self._seconds
 
 
-class Access:
+class AccessCheck:
     """The middleware around everything that the web server has."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Access:
                 return
             person = self._person(scope)
             _require_role(scope, person)
-        except Refusal as refusal:
+        except AccessDenied as refusal:
             await _refuse(refusal, scope, receive, guarded)
             return
         scope["replayground.person"] = person
@@ -135,7 +135,7 @@ class Access:
             self._hosts
             and (host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host) not in self._hosts
         ):
-            raise Refusal(400, "this page is served as 127.0.0.1 or localhost only")
+            raise AccessDenied(400, "this page is served as 127.0.0.1 or localhost only")
         method = scope.get("method", "GET")
         is_page = method in _SAFE_METHODS and not scope["path"].startswith("/api")
         # A page may be opened by a link from anywhere; it cannot be framed or read by who links to it.
@@ -143,13 +143,13 @@ class Access:
             return
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
-            raise Refusal(403, "requests of pages of another origin are refused")
+            raise AccessDenied(403, "requests of pages of another origin are refused")
         if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            raise Refusal(403, "requests of pages of another origin are refused")
+            raise AccessDenied(403, "requests of pages of another origin are refused")
         if method not in _SAFE_METHODS and scope["path"].startswith("/api"):
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise Refusal(415, "send JSON, with Content-Type: application/json")
+                raise AccessDenied(415, "send JSON, with Content-Type: application/json")
 
     def _person(self, scope: Scope) -> Person:
         if self._tokens is None:
@@ -160,20 +160,20 @@ class Access:
             return self._of_token(secret.strip(), connection)
         person, until = self._sessions.get(connection.cookies.get(_COOKIE, ""), (None, 0.0))
         if person is None or until < time.monotonic() or not self._tokens.still(person):
-            raise Refusal(401, "a token is needed: send it as `Authorization: Bearer …`, or log in at /login")
+            raise AccessDenied(401, "a token is needed: send it as `Authorization: Bearer …`, or log in at /login")
         return person
 
     def _of_token(self, secret: str, connection: HTTPConnection) -> Person:
-        """Raises Refusal, and remembers where wrong tokens come from."""
+        """Raises AccessDenied, and remembers where wrong tokens come from."""
         assert self._tokens is not None
         address = connection.client.host if connection.client else ""
         if self._failures.is_full(address):
-            raise Refusal(429, "too many wrong tokens came from this address: try again in a minute")
+            raise AccessDenied(429, "too many wrong tokens came from this address: try again in a minute")
         person = self._tokens.find(secret)
         if person is None:
             self._failures.mark(address)
             _log.warning("token_refused", reason=f"a wrong or revoked token from {address}")
-            raise Refusal(401, "this token is unknown or was revoked")
+            raise AccessDenied(401, "this token is unknown or was revoked")
         return person
 
     async def _log_in_or_out(self, request: Request) -> Response:
@@ -188,7 +188,7 @@ class Access:
         asked = {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}
         try:
             person = self._of_token(asked.get("token", "").strip(), request)
-        except Refusal as refusal:
+        except AccessDenied as refusal:
             return HTMLResponse(_login_page(str(refusal), asked.get("next", "/")), refusal.status)
         response = RedirectResponse(_own_path(asked.get("next", "/")), 303)
         response.set_cookie(
@@ -220,7 +220,7 @@ def _require_role(scope: Scope, person: Person) -> None:
     reads = method in _SAFE_METHODS or path in _READS or not path.startswith("/api")
     needed: Role = "viewer" if reads else "operator"
     if not person.may(needed):
-        raise Refusal(403, f"{person.name} is {person.role}: this needs the role {needed}")
+        raise AccessDenied(403, f"{person.name} is {person.role}: this needs the role {needed}")
 
 
 async def _body(request: Request) -> bytes:
@@ -232,7 +232,7 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-async def _refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(refusal: AccessDenied, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)[:100]})
         return

@@ -118,13 +118,13 @@ def _sql_route(traces: Traces, version: str) -> Callable[[Request], Awaitable[Re
     # Statements of people wait outside the threads that serve the page.
     async def answer(request: Request) -> Response:
         asked = ViewRequest(traces, addresses.SQL, _query(request))
-        asked = replace(asked, statement=await _asked(asked, request))
+        asked = replace(asked, statement=await _run_statement(asked, request))
         return await asyncio.to_thread(_page, asked, sql.view, version)
 
     return answer
 
 
-async def _asked(asked: ViewRequest, request: Request) -> StatementResult:
+async def _run_statement(asked: ViewRequest, request: Request) -> StatementResult:
     """What became of the statement in the address."""
     statement = asked.text("sql")
     if not statement:

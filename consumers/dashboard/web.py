@@ -39,7 +39,7 @@ from replayground.consumers.clickhouse.query_cache import QueryCache
 from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlBusy
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.config import TracesSettings
-from replayground.consumers.dashboard.access import LOOPBACK_NAMES, Access, Throttle, person_of
+from replayground.consumers.dashboard.access import LOOPBACK_NAMES, AccessCheck, Throttle, person_of
 from replayground.consumers.dashboard.tokens import TokenFile
 from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
@@ -266,7 +266,7 @@ def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI
     """The application with everything under /api, behind the checks of dashboard.access. Raises BadInput when it would
     listen on other machines' requests without a token."""
     app = FastAPI(title="Replayground traces", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Access, **_checks(settings or TracesSettings()))
+    app.add_middleware(AccessCheck, **_checks(settings or TracesSettings()))
 
     @app.get("/api/runs")
     async def all_runs() -> Response:
@@ -397,7 +397,7 @@ def _require_free(bind: str, port: int) -> None:
 
 
 def _checks(settings: TracesSettings) -> dict[str, Any]:
-    """The arguments of Access. Raises BadInput."""
+    """The arguments of AccessCheck. Raises BadInput."""
     if bool(settings.tls_certificate) != bool(settings.tls_key):
         raise BadInput("TLS needs both files: set [traces] tls_certificate and tls_key, or neither")
     if settings.bind in _LOOPBACK_ADDRESSES:

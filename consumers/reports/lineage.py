@@ -15,7 +15,7 @@ from replayground.consumers.reports.runs import UnknownRun
 from replayground.schemas.events import (
     Address,
     BatchCut,
-    Event,
+    BatchMember,
     GroupCompleted,
     Meta,
     TrajectoriesSelected,
@@ -109,7 +109,7 @@ class Lineages:
             state = self._states[at.run_id]
             asked = {"run": at.run_id, "version": at.version}
             rows = self._store.ask(queries.STEPS_TO_VERSION, asked).dicts()
-            steps = path_to(at.version, [msgspec.convert(row, LineageStep) for row in rows])
+            steps = path_to(at.version, map(_step, rows))
             origin = copied_version(state)
             found.append(
                 LineageRun(
@@ -135,10 +135,10 @@ class Lineages:
         rows = self._store.ask(queries.BATCH, {"run": run_id, "batch": batch_id}).dicts()
         if not rows:
             return None
-        event = _event(rows[0], BatchCut, "batches")
+        event = _batch_cut(rows[0])
         judged = judged_in(self._states, run_id)
         named = {"run": judged, "groups": sorted({member.group_id for member in event.members})}
-        groups = [_event(row, GroupCompleted, "groups") for row in self._store.ask(queries.GROUPS_NAMED, named).dicts()]
+        groups = [_group_completed(row) for row in self._store.ask(queries.GROUPS_NAMED, named).dicts()]
         played = self._played_at(run_id, [member.trajectory for member in event.members])
         rewards = self._rewards([judged], sorted({member.trajectory_id for member in event.members}))
         by_address = {
@@ -163,7 +163,8 @@ class Lineages:
         found: dict[tuple[str, str | None], list[LineageReward]] = {}
         for row in self._store.ask(queries.JUDGED, {"runs": list(runs), "trajectories": list(trajectories)}).dicts():
             place = (row.pop("run_id"), row.pop("attempt_id"))
-            found.setdefault(place, []).append(msgspec.convert(row, LineageReward))
+            reward = LineageReward(weight=row.pop("part"), evidence=row.pop("told"), **row)
+            found.setdefault(place, []).append(reward)
         return found
 
     def _learned_from(self, run: LineageRun, all_addresses: bool) -> LineageSelection | None:
@@ -225,7 +226,7 @@ class Lineages:
             answer=row["answer"],
             ended_by=row["ended_by"],
             purpose=row["purpose"] or "",
-            policy_version=row["policy_version"],
+            policy_version=row["sampled_by"],
             rewards={run: found for (run, attempt), found in rewards.items() if attempt == row["attempt_id"]},
             steps=steps,
             runs=influenced_runs(self._states, steps, newest),
@@ -234,7 +235,7 @@ class Lineages:
     def _steps_with(self, trajectory_id: str, places: set[Address]) -> list[InfluencedStep]:
         """Steps whose batch has the trajectory as a member."""
         batches = self._store.ask(queries.BATCHES_WITH, {"trajectory": trajectory_id}).dicts()
-        members = {row["id"]: row for row in batches if Address(TOPIC, row["partition_of"], row["offset_of"]) in places}
+        members = {row["id"]: row for row in batches if Address(TOPIC, row["place"], row["first"]) in places}
         versions = sorted({row["base_version"] + 1 for row in batches})
         asked = {"runs": sorted({row["run_id"] for row in batches}), "versions": versions}
         taken = self._store.ask(queries.STEPS_OF_BATCHES, asked).dicts() if batches else []
@@ -278,20 +279,53 @@ def selection_id(state: RunState) -> str | None:
     return asked.get("selection") or None
 
 
-def _event[E: Event](row: Mapping[str, Any], kind: type[E], topic: str) -> E:
-    """A row as the event that it was made of, with what columns keep of its envelope."""
-    meta = Meta(
-        id=row["id"],
-        run_id=row["run_id"],
-        group_id=row.get("group_id"),
-        task_id=row.get("task_id"),
-        causation_id=row.get("causation_id"),
-        category="",
-        topic=topic,
-        sender="",
-        timestamp=row["timestamp"],
+def _step(row: Mapping[str, Any]) -> LineageStep:
+    figures = {"groups": row["groups_taken"], "trajectories": row["trajectories_taken"]}
+    return msgspec.convert({**row, **figures}, LineageStep)
+
+
+def _batch_cut(row: Mapping[str, Any]) -> BatchCut:
+    """A row of queries.BATCH as the event, as far as a lineage needs it."""
+    members = [
+        BatchMember(
+            trajectory_id=trajectory_id,
+            group_id=group_id,
+            trajectory=Address(TOPIC, partition, offset),
+            reward=reward,
+            advantage=advantage,
+            passed=passed,
+        )
+        for trajectory_id, group_id, partition, offset, reward, advantage, passed in row["named"]
+    ]
+    return BatchCut(
+        meta=_meta(row["id"], row["run_id"], "batches", causation_id=row["causation_id"]),
+        index=row["index"],
+        base_version=row["base_version"],
+        members=members,
+        groups=[],
+        tokens_sampled=0,
+        policy_floor=0,
+        groups_stale=[],
+        groups_dropped={},
+        positions=[],
+        scorer_sets=list(row["scorer_sets"]),
     )
-    return msgspec.convert({"meta": meta, **msgspec.json.decode(row["body"])}, kind)
+
+
+def _group_completed(row: Mapping[str, Any]) -> GroupCompleted:
+    """A row of queries.GROUPS_NAMED as the event, as far as a lineage needs it."""
+    return GroupCompleted(
+        meta=_meta("", "", "groups", group_id=row["group_id"], task_id=row["task_id"]),
+        scorer_set=row["scorer_set"],
+        members=[],
+        reward_mean=row["reward_mean"],
+        reward_deviation=row["reward_deviation"],
+        dropped_because=None,
+    )
+
+
+def _meta(event_id: str, run_id: str, topic: str, **known: str | None) -> Meta:
+    return Meta(id=event_id, run_id=run_id, category="", topic=topic, sender="", timestamp=0, **known)  # type: ignore[arg-type]
 
 
 def _trajectory(row: Mapping[str, Any], place: Address, rewards: list[LineageReward]) -> LineageTrajectory:
@@ -302,7 +336,7 @@ def _trajectory(row: Mapping[str, Any], place: Address, rewards: list[LineageRew
         advantage=0.0,
         passed=None,
         run_id=row["run_id"],
-        policy_version=row["policy_version"],
+        policy_version=row["sampled_by"],
         ended_by=row["ended_by"],
         answer=row["answer"],
         rewards=rewards,

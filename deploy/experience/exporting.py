@@ -82,7 +82,7 @@ class Export:
         self._log = log
         self._folder = folder
         self._chosen = chosen
-        self.manifest = _opened(folder, query)
+        self.manifest = _open_manifest(folder, query)
 
     def run(self, progress: Callable[[int, int], None]) -> Manifest:
         """Exports up to the end of the log as it is now. Raises LogUnavailable, BadInput."""
@@ -178,7 +178,7 @@ def _before(reader: Reader, end: int) -> Iterator[Delivery]:
             yield delivery
 
 
-def _opened(folder: Path, query: ExportQuery) -> Manifest:
+def _open_manifest(folder: Path, query: ExportQuery) -> Manifest:
     """The manifest of the folder, which is made if need be. Raises BadInput."""
     file = folder / "manifest.json"
     if not file.exists():

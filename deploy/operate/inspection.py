@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -274,7 +275,7 @@ def _print_answer(answer: dict[str, Any]) -> None:
     _print_table(columns, [tuple("" if value is None else str(value) for value in row) for row in answer["rows"]])
 
 
-def _print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Prints a table in a terminal, else tab-separated lines."""
     if not console.is_terminal:
         print("\n".join("\t".join(map(printable, row)) for row in [columns, *rows]))

@@ -17,6 +17,7 @@ from replayground.schemas.codec import Codec
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.registry import MemoryRegistry
 from replayground.streams.log.memory import MemoryLog
+from tests.consumers.long_attempt import long_attempt
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
 
 OLDER = run_of(steps=5, demonstrations=4, run_id="run-0")
@@ -25,9 +26,12 @@ RUN = run_of(steps=12, demonstrations=10)
 
 def main() -> None:
     folder, port = sys.argv[1], int(sys.argv[2])
-    log = MemoryLog(Codec(MemoryRegistry(), Blobs(f"file://{folder}/blobs")))
+    blobs = Blobs(f"file://{folder}/blobs")
+    log = MemoryLog(Codec(MemoryRegistry(), blobs))
     SyntheticRun(OLDER, evaluation_tasks=4, ended="stopped").append_to(log)
     SyntheticRun(RUN, evaluation_tasks=20).append_to(log)
+    for event in long_attempt(RUN.run_id, blobs):
+        log.append(event)
     settings = TracesSettings(dsn=f"chdb://{folder}/store", port=port, flush_seconds=0.1)
     store = Store(settings.dsn, settings.database, threads=1)
     writer, lag, stop = (

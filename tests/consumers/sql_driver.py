@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 from replayground.consumers.clickhouse import sql_process
-from replayground.consumers.clickhouse.sql_process import Refused, Session, quoted
+from replayground.consumers.clickhouse.sql_process import Refused, SnapshotConnection, quoted
 
 # Statements fail at once instead of trying again for a minute.
 IMPATIENT = {
@@ -30,7 +30,7 @@ def main() -> None:
     from chdb import _chdb
 
     sql_process.SNAPSHOT, sql_process.STORE = snapshot, tempfile.mkdtemp()
-    session = Session(_chdb, database)
+    session = SnapshotConnection(_chdb, database)
     session.limit(IMPATIENT, None)
     for line in sys.stdin:
         sql = json.loads(line)
@@ -39,7 +39,7 @@ def main() -> None:
     os._exit(0)
 
 
-def verdicts(session: Session, sql: str) -> tuple[bool, str]:
+def verdicts(session: SnapshotConnection, sql: str) -> tuple[bool, str]:
     """Whether the door says otherwise to a statement than to what ClickHouse's own formatter makes of it, and what."""
     said = verdict(session, sql)
     try:
@@ -50,7 +50,7 @@ def verdicts(session: Session, sql: str) -> tuple[bool, str]:
     return said != again, f"{said} | {formatted} | {again}"
 
 
-def verdict(session: Session, sql: str) -> str:
+def verdict(session: SnapshotConnection, sql: str) -> str:
     try:
         session.require_question(sql)
     except Refused as refused:
@@ -58,7 +58,7 @@ def verdict(session: Session, sql: str) -> str:
     return ""
 
 
-def answer(session: Session, sql: str, is_guarded: bool) -> tuple[bool, str]:
+def answer(session: SnapshotConnection, sql: str, is_guarded: bool) -> tuple[bool, str]:
     try:
         if is_guarded:
             session.require_question(sql)

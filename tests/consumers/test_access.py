@@ -17,7 +17,7 @@ from starlette.routing import Route, WebSocketRoute
 
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.config import TracesSettings
-from replayground.consumers.dashboard.access import Access, Throttle, person_of
+from replayground.consumers.dashboard.access import AccessCheck, Throttle, person_of
 from replayground.consumers.dashboard.tokens import LOCAL, Person, TokenFile
 from replayground.consumers.dashboard.web import WebServer
 from replayground.schemas.errors import BadInput
@@ -42,7 +42,7 @@ def serving(tokens: TokenFile | None, hosts: tuple[str, ...] = ()) -> Iterator[s
             await socket.send_text(await socket.receive_text())  # type: ignore[attr-defined]
 
     routes = [Route("/{path:path}", who, methods=["GET", "POST"]), WebSocketRoute("/socket", echo)]
-    app = Access(Starlette(routes=routes), hosts=hosts, tokens=tokens)
+    app = AccessCheck(Starlette(routes=routes), hosts=hosts, tokens=tokens)
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,8 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
-from playwright.sync_api import TimeoutError as PlaywrightTimeout
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.config import TracesSettings
@@ -25,6 +25,7 @@ from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.topics import TOPICS
 from replayground.streams.log.memory import MemoryLog
 from tests.consumers.conftest import free_port
+from tests.consumers.long_attempt import TRAJECTORY, TURNS
 from tests.consumers.synthetic_run import FIELD_RUN
 
 CHROMIUM = "/usr/bin/chromium"
@@ -57,82 +58,268 @@ def asked(url: str, program: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture(scope="module")
-def page(address: str) -> Iterator[Page]:
+def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        opened = browser.new_page()
-        opened.goto(address)
-        yield opened
-        browser.close()
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield launched
+        launched.close()
 
 
-def test_the_page_shows_the_run(page: Page) -> None:
-    expect(page.locator(".big").get_by_text("finished")).to_be_visible(timeout=20_000)
-    expect(page.locator(".big").get_by_text("12 / 12")).to_be_visible()
-    expect(page.locator("canvas").first).to_be_visible(timeout=20_000)
+@pytest.fixture(scope="module")
+def page(browser: Browser, address: str) -> Iterator[Page]:
+    """One tab for all tests. What goes wrong in it, such as a script that the policy forbids, fails the last test."""
+    opened = browser.new_page(base_url=address)
+    wrong: list[str] = []
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
+    yield opened
+    assert wrong == []
 
 
-def test_title_and_address_name_the_newest_run_when_none_is_asked_for(page: Page, address: str) -> None:
-    expect(page).to_have_title("run-1 · Replayground", timeout=20_000)
-    expect(page).to_have_url(f"{address}/?run=run-1", timeout=20_000)
+def figure(page: Page, name: str) -> Locator:
+    """The value of a tile."""
+    return page.locator(".tiles > div", has_text=name).locator("b")
+
+
+VIEWS = [
+    *("/", "/flow?run=run-1", "/curves?run=run-1", "/trajectories?run=run-1", f"/trajectory?run=run-1&id={TRAJECTORY}"),
+    *(
+        "/batches?run=run-1",
+        "/batches?run=run-1&step=3",
+        "/lineage?run=run-1",
+        "/failures?run=run-1",
+        "/machines?run=run-1",
+    ),
+    *("/sql?run=run-1", "/rejects", "/audit", f"/compare?run=run-1&left={TRAJECTORY}&right={TRAJECTORY}"),
+]
+
+
+@pytest.mark.parametrize("path", VIEWS)
+def test_every_view_fits_a_phone_and_says_where_one_is(page: Page, path: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 800})
+    answer = page.goto(path)
+    assert answer is not None
+    assert answer.status == 200
+    expect(page.locator("nav a[aria-current]")).to_have_count(1)
+    assert page.title().endswith(" · Replayground")
+    assert page.title().startswith(page.locator("h1").inner_text())
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_runs_are_side_by_side_and_chosen_by_their_boxes(page: Page) -> None:
+    page.goto("/")
+    expect(page.locator("#runs tr")).to_have_count(2)
+    expect(page.locator("#pass-plot .legend span")).to_have_text(["run-1", "run-0"])
+    page.get_by_label("show run-1 in the plots").uncheck()
+    expect(page).to_have_url(re.compile(r"\?compare=run-0$"))
+    expect(page.locator("#metric-plot polyline")).to_have_count(1)
+    page.goto("/?find=stopped")
+    expect(page.locator("#runs tr")).to_contain_text(["run-0"])
+
+
+def test_the_run_is_chosen_in_the_frame_and_the_view_stays(page: Page) -> None:
+    page.goto("/curves?run=run-1")
+    page.locator("#run").select_option("run-0")
+    expect(page).to_have_url(re.compile(r"/curves\?run=run-0$"))
+    expect(page).to_have_title("Curves · run-0 · Replayground")
+    expect(figure(page, "steps")).to_have_text("5 / 5")
+
+
+def test_the_address_of_older_releases_leads_to_the_flow(page: Page) -> None:
+    page.goto("/?run=run-0")
+    expect(page).to_have_title("Flow · run-0 · Replayground")
 
 
 def test_the_flow_is_that_of_the_map_and_a_past_run_has_no_lags(page: Page) -> None:
-    expect(page.locator(".station")).to_have_count(len(TOPICS), timeout=20_000)
+    page.goto("/flow?run=run-1")
+    expect(page.locator(".station")).to_have_count(len(TOPICS))
     expect(page.locator(".station", has_text="messages").get_by_text("→ assemble", exact=True)).to_be_visible()
     expect(page.get_by_text("no lags: the run is over")).to_be_visible()
-    expect(page.locator(".station").get_by_text("lag 0")).to_have_count(0)
+    expect(figure(page, "phase")).to_have_text("finished")
+    expect(page.locator("#servers")).to_contain_text("newest")
 
 
-def test_another_run_is_chosen_from_the_list(page: Page, address: str) -> None:
-    expect(page.locator("a.run")).to_have_count(2, timeout=20_000)
-    expect(page.locator("a.run.chosen")).to_contain_text("run-1")
-    page.locator("a.run", has_text="run-0").click()
-    expect(page).to_have_url(f"{address}/?run=run-0", timeout=20_000)
-    expect(page).to_have_title("run-0 · Replayground", timeout=20_000)
-    expect(page.locator("a.run.chosen")).to_contain_text("stopped", timeout=20_000)
-    expect(page.locator(".big").get_by_text("5 / 5")).to_be_visible(timeout=20_000)
-    page.goto(f"{address}/?run=run-7")
-    expect(page.get_by_text("There is no run run-7 here; the nearest are")).to_be_visible(timeout=20_000)
-    expect(page.locator(".station").first).not_to_be_visible()
-    page.goto(address)
+def test_an_unknown_run_is_told_with_the_nearest_ones_on_the_page(page: Page) -> None:
+    answer = page.goto("/flow?run=run-7")
+    assert answer is not None
+    assert answer.status == 404
+    expect(page.get_by_text("There is no run run-7 here; the nearest are")).to_be_visible()
 
 
-def shows_hostile_text(page: Page, place: int) -> bool:
-    """Opens a transcript and gives it time to replace the one before."""
-    page.locator(".line").nth(place).click()
-    try:
-        page.get_by_text("<script>").first.wait_for(timeout=2_000)
-    except PlaywrightTimeout:
-        return False
-    return True
+def test_a_click_on_a_step_opens_its_rollouts(page: Page) -> None:
+    page.goto("/curves?run=run-1")
+    expect(figure(page, "held-out pass@1")).to_contain_text("–")
+    plot = page.locator(".plot", has_text="Reward of each batch")
+    plot.locator("a").nth(4).hover()
+    expect(plot.locator("output")).to_contain_text("weight version 6: reward")
+    plot.locator("a").nth(4).click()
+    expect(page).to_have_url(re.compile(r"/trajectories\?run=run-1&step=6$"))
+    # Four members; an attempt that an infra error ended is listed beside the one that replaced it.
+    expect(page.locator("#note")).to_contain_text("the rollouts from which version 6 was made")
+    assert page.locator("#list tbody tr").count() >= 4
 
 
-def test_a_transcript_with_hostile_text_is_shown_as_text(page: Page) -> None:
-    page.locator(".line").first.wait_for(timeout=20_000)
-    assert any(shows_hostile_text(page, place) for place in range(15)), "one of the newest trajectories is hostile"
-    assert page.title() == "run-1 · Replayground"
+def test_bars_of_rewards_and_words_are_filters(page: Page) -> None:
+    page.goto("/trajectories?run=run-1&purpose=eval")
+    before = page.locator("#note").inner_text()
+    page.locator("#rewards a", has_text="0:").first.click()
+    expect(page.locator("#rewards .bar.chosen")).to_have_count(1)
+    expect(page.locator("#list .dot.failed").first).to_be_visible()
+    expect(page.locator("#list .dot.passed")).to_have_count(0)
+    page.locator("#rewards a").first.click()
+    expect(page.locator("#note")).to_have_text(before)
+    page.get_by_label("search").fill("owned")
+    page.keyboard.press("Enter")
+    expect(page.locator("#note")).not_to_have_text(before)
+    expect(page.locator("#list tbody tr").first).to_contain_text("<script>")
+    page.get_by_label("search").fill("nobody-said-this")
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("No trajectory that has been judged passes these filters")).to_be_visible()
 
 
-def test_the_list_can_be_filtered(page: Page) -> None:
-    page.locator(".q-select").nth(1).click()
-    page.get_by_role("option", name="failed", exact=True).click()
-    expect(page.locator(".line .dot").first).to_have_css("background-color", "rgb(220, 38, 38)", timeout=20_000)
+def test_pages_are_turned_by_keys(page: Page) -> None:
+    page.goto("/trajectories?run=run-1")
+    page.keyboard.press("n")
+    expect(page).to_have_url(re.compile("page=1"))
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_contain_text("Trajectory ")
+    expect(page.locator("#rewards")).to_contain_text("exact_match")
 
 
-def test_sql_is_answered_on_the_page(page: Page) -> None:
-    page.get_by_role("button", name="Ask").click()
-    expect(page.get_by_role("cell", name="TrajectoryAssembled")).to_be_visible(timeout=20_000)
-    page.locator("textarea").first.fill("SELECT uniqExact(run_id) AS runs FROM events")
+def test_a_long_attempt_is_read_page_by_page_and_its_words_are_text(page: Page, address: str) -> None:
+    page.set_viewport_size({"width": 1280, "height": 800})
+    page.goto(f"/trajectory?run=run-1&id={TRAJECTORY}")
+    articles = page.locator("#timeline article")
+    expect(articles).to_have_count(60)
+    expect(articles.nth(2)).to_contain_text("<script>document.title='owned'")
+    # What would reorder or hide the text around it is shown instead of done.
+    expect(articles.nth(1)).to_contain_text("safe⟨U+202E⟩txt.exe␛[31m⟨U+200B⟩")
+    expect(articles.nth(1)).to_contain_text("4,000 of 74,0")
+    expect(page).to_have_title("Trajectory 10000000 · run-1 · Replayground")
+    page.get_by_role("link", name="last").click()
+    expect(page.locator("#timeline")).to_contain_text("the attempt ends: answered")
+    expect(page.locator("#timeline")).to_contain_text(f"turn number {TURNS + 1} ")
+    page.locator("#timeline article a").first.click()
+    expect(page.locator("h1")).to_contain_text("TurnGenerated messages/")
+    expect(page.locator("pre")).to_contain_text('"finish_reason": "stop"')
+
+
+def test_screenshots_are_shown_and_other_blobs_are_not(page: Page) -> None:
+    page.goto(f"/trajectory?run=run-1&id={TRAJECTORY}")
+    shots = page.locator("img.shot")
+    expect(shots).to_have_count(2)
+    shots.first.scroll_into_view_if_needed()
+    expect(shots.first).to_have_js_property("naturalWidth", 1)
+    statuses = [page.request.get(str(shots.nth(place).get_attribute("src"))).status for place in range(2)]
+    assert statuses == [200, 415]
+    assert page.request.get("/blob", params={"uri": "file:///etc/passwd"}).status == 404
+
+
+def test_from_a_trajectory_to_its_group_tokens_and_the_weights_it_taught(page: Page) -> None:
+    page.goto("/trajectories?run=run-1&step=6")
+    page.locator("#list a[data-row]").first.click()
+    page.get_by_role("link", name="its tokens").click()
+    expect(page.locator(".tokens span").first).to_have_attribute("title", re.compile("token 0, id 0"))
+    page.locator("select[name=colour]").select_option("version")
+    expect(page.locator(".tokens .v").first).to_be_visible()
+    page.go_back()
+    page.go_back()
+    page.get_by_role("link", name="its group").click()
+    expect(page.locator(".member")).to_have_count(2)
+    expect(page.locator(".member").first).to_contain_text("advantage 0.5")
+    page.goto("/lineage?run=run-1&version=6")
+    page.locator("a.node", has_text="its rollouts").first.click()
+    expect(page).to_have_title("Lineage of v7 · run-1 · Replayground")
+    expect(page.locator(".node", has_text="batch 5")).to_contain_text("4 members in 2 groups")
+
+
+def test_two_trajectories_are_aligned(page: Page) -> None:
+    page.goto("/trajectories?run=run-1&step=6")
+    page.locator("#list a[data-row]").first.click()
+    page.get_by_role("link", name="beside another").click()
+    page.locator("main a[data-row]").first.click()
+    expect(page.locator(".compared .say.tool")).to_have_count(2)
+
+
+def test_failures_lead_to_the_attempts_behind_them(page: Page) -> None:
+    page.goto("/failures?run=run-1")
+    page.locator("#endings a", has_text="infra_error").click()
+    expect(page).to_have_url(re.compile("ended=infra_error"))
+    expect(page.locator("#list .dot.excluded").first).to_be_visible()
+
+
+def test_rejects_are_told_with_the_command_that_writes_them_again(page: Page) -> None:
+    page.goto("/rejects")
+    expect(page.locator("#list article")).to_have_count(2)
+    page.get_by_text("the message, 7 bytes").first.click()
+    expect(page.get_by_text("b'\\x00broken'").first).to_be_visible()
+    expect(page.get_by_text("replayground dead-letters redrive 2 1")).to_be_visible()
+
+
+def test_the_audit_names_people(page: Page) -> None:
+    page.goto("/audit?kind=RunStarted")
+    expect(page.locator("#list article b")).to_have_text(["ann@here", "ann@here"])
+
+
+def test_sql_is_answered_completed_saved_and_drawn(page: Page) -> None:
+    page.goto("/sql?run=run-1")
+    box = page.locator("#sql")
+    box.fill("SELECT uniqExact(run_id) AS runs FROM eve")
+    box.press("End")
+    box.press_sequentially("n")
+    expect(page.locator("#completions li").first).to_have_text("events")
+    box.press("Tab")
+    expect(box).to_have_value("SELECT uniqExact(run_id) AS runs FROM events")
+    box.press("Control+Enter")
+    expect(page.get_by_role("cell", name="1", exact=True)).to_be_visible(timeout=20_000)
+    page.get_by_label("run run-1 alone").uncheck()
     page.get_by_role("button", name="Ask").click()
     expect(page.get_by_role("cell", name="2", exact=True)).to_be_visible(timeout=20_000)
-    page.get_by_role("switch", name="this run only").click()
-    page.get_by_role("button", name="Ask").click()
-    expect(page.get_by_role("cell", name="1", exact=True)).to_be_visible(timeout=20_000)
-    page.locator("textarea").first.fill("SELECT file('/etc/passwd')")
-    page.get_by_role("button", name="Ask").click()
-    expect(page.get_by_text("the function file is not about the traces")).to_be_visible(timeout=20_000)
+    page.on("dialog", lambda dialog: dialog.accept("my runs"))
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#saved")).to_contain_text("my runs")
+    page.get_by_role("button", name="How attempts ended").click()
+    page.locator("select[name=chart]").select_option("bar")
+    expect(page.locator(".bar").first).to_be_visible(timeout=20_000)
+    page.goto("/sql?sql=SELECT+file('/etc/passwd')")
+    expect(page.locator(".problem")).to_contain_text("file", timeout=20_000)
+
+
+def test_a_statement_in_a_link_of_another_site_is_not_run(page: Page) -> None:
+    headers = {"Sec-Fetch-Site": "cross-site"}
+    answer = page.request.get("/sql", params={"sql": "SELECT 1"}, headers=headers)
+    assert "the statement was not run" in answer.text()
+
+
+def test_light_and_dark_are_kept(page: Page) -> None:
+    page.emulate_media(color_scheme="light")
+    page.goto("/")
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.locator("#theme").click()
+    page.goto("/audit")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    page.locator("#theme").click()
+
+
+def test_what_is_not_there_is_said_in_one_sentence(address: str) -> None:
+    for path, status in (
+        ("/trajectory?run=run-1", 400),
+        ("/trajectory?run=run-1&id=none", 404),
+        ("/trajectories?run=run-1&version=-1", 400),
+        ("/trajectories?run=run-1&outcome=great", 400),
+        ("/group?run=run-1&id=none", 404),
+        ("/batches?run=run-1&step=99", 404),
+        ("/lineage?run=run-1&version=99", 404),
+        ("/event?run=run-1&type=StepTaken&topic=steps&partition=0&offset=999", 404),
+        ("/assets/none.js", 404),
+    ):
+        answer = httpx.get(f"{address}{path}", timeout=30)
+        assert answer.status_code == status, path
+        assert "Traceback" not in answer.text
 
 
 def test_the_interface_answers(address: str) -> None:
@@ -172,7 +359,7 @@ def test_everything_can_be_asked_of_an_older_run(address: str) -> None:
     done = httpx.post(f"{address}/api/finish", params=older, json={}, timeout=60).json()
     assert done["summary"]["run_id"] == "run-0"
     assert done["summary"]["trace_rows"] == done["summary"]["log_events"]
-    assert "run-0" in httpx.get(f"{address}/api/report", params=older).text
+    assert "run-0" in httpx.get(f"{address}/api/report", params=older, timeout=60).text
     (line,) = httpx.get(f"{address}/api/transcripts", params=older | {"rows": "1"}).json()
     path = f"{address}/api/transcripts/{line['trajectory_id']}"
     assert httpx.get(path, params=older).status_code == 200
@@ -211,14 +398,18 @@ def test_a_page_of_another_origin_can_send_nothing(page: Page, address: str, tmp
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as stranger:
         threading.Thread(target=stranger.serve_forever).start()
-        opened = page.context.new_page()
+        browser = page.context.browser
+        assert browser is not None
+        opened = browser.new_page()
         # Another port of the same machine is another origin, and the same site: the nearest that a stranger gets.
         opened.goto(f"http://127.0.0.1:{stranger.server_address[1]}/index.html")
         sent = opened.evaluate(_STRANGER, address)
         framed = opened.frames[1].url
         opened.close()
         stranger.shutdown()
-    assert sent == {"sql": "opaque", "finish": "opaque", "json": "refused", "socket": "closed", "read": "refused"}
+    # Which of the two depends on whether the browser has seen the headers of the answer.
+    assert sent.pop("socket") == "closed"
+    assert set(sent.values()) <= {"opaque", "refused"}
     assert framed.startswith("chrome-error:")
     for path in ("sql", "finish", "reconcile"):
         answer = httpx.post(

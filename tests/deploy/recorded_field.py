@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import os
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +26,9 @@ from replayground.schemas.job import load_job
 from replayground.streams.driver import Driver
 from replayground.streams.hops.flow import hops
 from replayground.streams.log.protocol import Log
-from tests.deploy.test_cli import called
 from tests.flow.synthetic import rollout
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,14 @@ def command(*arguments: str) -> Called:
     return Called(code, out.getvalue(), err.getvalue())
 
 
+def run_apart(folder: Path, *arguments: str) -> int:
+    """A command in a process of its own, which a field outlives; its exit code."""
+    # Without a limit of ours: `up` itself gives up after five minutes.
+    called = [sys.executable, "-m", "replayground.deploy.cli", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(PROJECT)}
+    return subprocess.run(called, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
+
+
 @contextmanager
 def running_field(folder: Path, addresses: LogAddresses) -> Iterator[FieldFolder]:
     """A field that is up: its traces program alone, since broker and registry are those of the session."""
@@ -59,12 +70,11 @@ def running_field(folder: Path, addresses: LogAddresses) -> Iterator[FieldFolder
         f'[log]\nbootstrap_servers = "{addresses.log.bootstrap_servers}"\nregistry_url = "{addresses.log.registry_url}"\n'
         f'[blobs]\nurl = "{addresses.blobs_url}"\n'
     )
-    up = called(folder, "up", "field.toml")
-    assert up.returncode == 0, up.stderr
+    assert run_apart(folder, "up", "field.toml") == 0
     try:
         yield FieldFolder(folder / "field")
     finally:
-        called(folder, "down")
+        run_apart(folder, "down")
 
 
 def record_run(

@@ -243,6 +243,8 @@ def test_two_people_make_a_reward_and_an_ended_run_gets_it_at_once(asked: Record
     # By hand: units (4,1), (2,2), (3,3), (4,4), squared differences of all ordered pairs: 18 within, 142 in all.
     assert f"interval {1 - 7 * 18 / 142:.3f}" in told
     assert "bob" in told
+    # A comparison has the rewards of people, which come later than others: exact_match gives 1, people 2.5, 2, 3, 4.
+    assert "3.1250" in asked.tried("mine.py:short").stdout
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,16 @@ def test_the_comparison_counts_what_changed(log: MemoryLog) -> None:
     assert total.groups_reordered == 0, "8 rose to 7, and nothing that was better became worse"
 
 
+def test_an_attempt_that_a_judge_has_not_judged_is_not_compared(log: MemoryLog) -> None:
+    judged_once = [reward for reward in rewards_of(log, RUN_ID, 0) if reward.verdict == "scored"]
+    whole = [replace(reward, scorers=["exact_match", "polite"]) for reward in judged_once]
+    late = [replace(reward, scorer="polite", score=0.5) for reward in whole[1:]]
+    # In the order of the trajectories, as deploy.experience.rescoring reads the rewards of a run with judges.
+    found = list(judgements(sorted([*whole, *late], key=lambda reward: reward.trajectory.offset)))
+    assert [judged.offset for judged in found] == [reward.trajectory.offset for reward in whole[1:]]
+    assert [judged.reward for judged in found] == [reward.score + 0.5 for reward in whole[1:]]
+
+
 def rewards_of(log: MemoryLog, run_id: str, partition: int) -> list[RewardAssigned]:
     reader = log.reader(["rewards"], partitions=[partition])
     events = [delivery.event for delivery in reader.poll(10**6, 0.0)]

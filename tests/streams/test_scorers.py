@@ -584,3 +584,39 @@ def test_wrong_attributes_are_found_before_anything_is_scored(attribute: str, va
     setattr(own, attribute, value)
     with pytest.raises(BadInput, match=f"the scorer own cannot be used: {told}"):
         scorers_by_name([own])
+
+
+def test_punctuation_alone_is_compared_as_it_is() -> None:
+    assert scored(GaiaMatch(), "?!", "?!").score == 1.0
+    assert scored(GaiaMatch(), "...", "?!").score == 0.0
+    assert scored(GaiaMatch(), "", "?!").score == 0.0
+
+
+def test_cells_in_the_wrong_rows_do_not_pass() -> None:
+    mixed = scored(TableMatch(), "a,b\n1,4\n3,2", "a,b\n1,2\n3,4")
+    assert (mixed.score, mixed.parts["rows_f1"], mixed.passed) == (1.0, 0.0, False)
+    assert decision_of(TableMatch(), scored(TableMatch(), "a,b\n3,4\n1,2", "a,b\n1,2\n3,4")) is True
+    assert scored(TableMatch(pass_mark=None), "a,b\n1,4\n3,2", "a,b\n1,2\n3,4").passed is None
+
+
+def test_empty_cells_and_bars_in_markdown_are_read() -> None:
+    assert read_table("|a|b|\n|-|-|\n||2|\n|1||") == read_table("a,b\n,2\n1,")
+    assert read_table("| a |\n|---|\n| x\\|y |") == read_table("a\nx|y")
+
+
+@pytest.mark.parametrize(
+    ("scorer", "answer", "reference"),
+    [
+        (NumericTolerance(anywhere=True), "1,111", "42"),
+        (NumericTolerance(anywhere=True), "1e", "42"),
+        (GaiaMatch(), "1,", "1,2"),
+        (JsonMatch(partial=True), "[1],", "[1]"),
+        (TableMatch(), "a,b\n", "a,b\n1,2"),
+        (TableMatch(), "|a\\", "a,b\n1,2"),
+        (RegexMatch(pattern="(a+)+$"), "a", None),
+    ],
+)
+def test_a_long_answer_is_no_work_for_ever(scorer: BuiltInScorer, answer: str, reference: str | None) -> None:
+    """Built-in scorers have no time limit. A time that grows with the square of the length would be minutes here."""
+    score = score_trajectory(attempt(answer * 50_000, reference), scorer.name, scorers_by_name([scorer]))
+    assert score.excluded_because is None

@@ -95,14 +95,14 @@ def find_trajectory(store: Store, run: RunState, trajectory_id: str, attempt_id:
 
 def messages_of(store: Store, found: FoundTrajectory, first: int) -> list[dict[str, Any]]:
     """The messages from this seq on, one page of them."""
-    asked = _asked(found) | {"first": first, "last": first + MESSAGES - 1}
+    asked = _parameters(found) | {"first": first, "last": first + MESSAGES - 1}
     return store.ask(_MESSAGES_BETWEEN, asked).dicts()
 
 
 def task_of(store: Store, found: FoundTrajectory) -> dict[str, Any]:
     """Prompt, reference and, once the attempt has ended, its answer."""
-    task = store.ask(_TASK, _asked(found)).dicts()
-    end = store.ask(_END, _asked(found)).dicts()
+    task = store.ask(_TASK, _parameters(found)).dicts()
+    end = store.ask(_END, _parameters(found)).dicts()
     return (
         {"prompt": "", "reference": "", "answer": "", "answered": 0}
         | (task[0] if task else {})
@@ -122,5 +122,5 @@ def place_in_batch(store: Store, run: RunState, found: FoundTrajectory) -> dict[
     return rows[0] if rows else None
 
 
-def _asked(found: FoundTrajectory) -> dict[str, Any]:
+def _parameters(found: FoundTrajectory) -> dict[str, Any]:
     return {"run": found.run_id, "id": found.trajectory_id, "attempt": found.attempt["attempt_id"]}

@@ -115,10 +115,10 @@ def _figures(tokens: Sequence[_Token], advantage: float | None) -> list[tuple[st
 
 def _spans(tokens: Sequence[_Token], colour: str, advantage: float | None) -> list[Element]:
     class_of = _class_by(colour, tokens, advantage)
-    return [el("span", {"class": class_of(token), "title": _told(token)}, token.token) for token in tokens]
+    return [el("span", {"class": class_of(token), "title": _tooltip(token)}, token.token) for token in tokens]
 
 
-def _told(token: _Token) -> str:
+def _tooltip(token: _Token) -> str:
     parts = [f"token {token.place}", f"id {token.token}", "sampled" if token.sampled else "read"]
     if token.logprob is not None:
         parts.append(f"log-probability {number(token.logprob)}")

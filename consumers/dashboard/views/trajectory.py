@@ -156,7 +156,7 @@ def _message(found: FoundTrajectory, message: Mapping[str, Any]) -> Element:
             _when(found, message),
             raw_link(found.run_id, message),
         ),
-        _said(found.run_id, message),
+        _utterance(found.run_id, message),
         [_screenshot(uri) for uri in message["blobs"]],
     )
 
@@ -209,7 +209,7 @@ def raw_link(run_id: str, message: Mapping[str, Any]) -> Element:
     return el("a", {"class": "soft", "href": address(addresses.EVENT, run_id, **place)}, told)
 
 
-def _said(run_id: str, message: Mapping[str, Any]) -> list[Element]:
+def _utterance(run_id: str, message: Mapping[str, Any]) -> list[Element]:
     said = message["answer"] if message["type"] == "RolloutEnded" else message["said"]
     if message["type"] == "ToolCalled":
         said = _indented(said)

@@ -43,4 +43,5 @@ def _items(text: str) -> list[float | str]:
 
 
 def _plain(text: str) -> str:
-    return "".join(text.split()).casefold().translate(_PUNCTUATION)
+    # Of "?!" nothing would be left, and any other punctuation would equal it.
+    return "".join(text.split()).casefold().translate(_PUNCTUATION) or text.strip()

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from replayground.streams.rules.scorers.f1 import overlap
 from replayground.streams.rules.scorers.fenced import without_fence
 from replayground.streams.rules.scorers.numbers import number_of
 
+_BAR = re.compile(r"(?<!\\)\|")
 _DELIMITERS = (",", ";", "\t", "|")
 
 
@@ -23,7 +25,7 @@ class TableMatch(BuiltInScorer):
     """The F1 of cells (`measure="cells"`) or of whole rows (`measure="rows"`) between the answer and the reference. Both
     are CSV with a header, a Markdown table, or JSON: a list of objects, or {"columns": […], "rows": [[…]]}. Columns are
     compared by name, cells as numbers or as text without case; rows in any order, unless `ordered`. With `key`, columns
-    that identify a row, a cell counts only in its own row."""
+    that identify a row, a cell counts only in its own row; without, cells in the wrong rows count, and do not pass."""
 
     name: str = "table"
     measure: Literal["cells", "rows"] = "cells"
@@ -51,7 +53,10 @@ class TableMatch(BuiltInScorer):
         rows = overlap(self._rows(answered), self._rows(expected)).f1
         evidence = f"{_size(answered)} answered, {_size(expected)} expected: cells F1 {cells:.3f}, rows F1 {rows:.3f}"
         score = cells if self.measure == "cells" else rows
-        return Score(score=score, parts={"cells_f1": cells, "rows_f1": rows}, evidence=evidence)
+        # Without a key, cells may all be there and stand in the wrong rows.
+        is_mixed_up = cells == 1.0 and rows < 1.0 and self.pass_mark is not None
+        parts = {"cells_f1": cells, "rows_f1": rows}
+        return Score(score=score, parts=parts, evidence=evidence, passed=False if is_mixed_up else None)
 
     def _cells(self, table: "AnswerTable") -> list[Hashable]:
         keys = [_text(name) for name in self.key]
@@ -109,8 +114,9 @@ def _from_json(text: str) -> AnswerTable:
 
 
 def _from_markdown(text: str) -> AnswerTable:
-    lines = [line.strip().strip("|") for line in text.splitlines() if line.strip()]
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    # One bar at each end, not all: the first or last cell may be empty.
+    lines = [line.strip().removeprefix("|").removesuffix("|") for line in text.splitlines() if line.strip()]
+    rows = [[cell.strip().replace("\\|", "|") for cell in _BAR.split(line)] for line in lines]
     # The line below the header has dashes alone.
     is_ruled = len(rows) > 1 and all(cell and set(cell) <= set("-: ") for cell in rows[1])
     return _table(rows[0], rows[2:] if is_ruled else rows[1:])
