@@ -51,7 +51,7 @@ CONNECTIONS = (
     "SELECT * FROM mysql('127.0.0.1:{port}', 'd', 't', 'u', 'p')",
     "SELECT * FROM postgresql('127.0.0.1:{port}', 'd', 't', 'u', 'p')",
     "SELECT * FROM redis('127.0.0.1:{port}', 'k', 'k String, v String')",
-    "INSERT INTO FUNCTION url('http://127.0.0.1:{port}/', 'CSV', 'x String') SELECT body FROM events",
+    "INSERT INTO FUNCTION url('http://127.0.0.1:{port}/', 'CSV', 'x String') SELECT body FROM payloads",
     "BACKUP TABLE events TO S3('http://127.0.0.1:{port}/b', 'x', 'y')",
     "SELECT * FROM executable('curl http://127.0.0.1:{port}/', 'TSV', 'x String')",
     "CREATE DICTIONARY d (k UInt64, v String) PRIMARY KEY k SOURCE(HTTP(URL 'http://127.0.0.1:{port}/' FORMAT 'CSV')) "
