@@ -1,10 +1,11 @@
 """Makes the pictures of the documentation from a run that is going on, and follows it until it ends.
 
     replayground run --detach
-    python -m replayground.deploy.documentation.pictures      # docs/pictures/page.png and docs/pictures/run.svg
+    python -m replayground.deploy.documentation.pictures      # docs/pictures/*.png and docs/pictures/run.svg
 
-page.png shows the web page in Chromium, taken again and again while the run goes on; the last one stays. run.svg plays what
-`replayground run` shows in a terminal (recording.py). Ctrl-C ends both earlier, with what was seen so far.
+The .png show views of the web page in Chromium, one of them by dark; page.png is the flow, taken again and again while the
+run goes on. run.svg plays what `replayground run` shows in a terminal (recording.py). Ctrl-C ends both earlier, with what
+was seen so far. `views` makes the pictures of a page that is open already, of whatever run it has.
 """
 
 import os
@@ -32,6 +33,9 @@ CHROMIUM = "/usr/bin/chromium"
 _SIZE = {"width": 1280, "height": 900}
 _LOOK_MILLISECONDS_MAX = 30_000
 _LOOKS_BETWEEN_PHOTOGRAPHS = 10
+VIEWS = {"page": "/flow", "curves": "/curves", "trajectories": "/trajectories", "runs": "/"}
+"""pictures by name, and the paths that they show"""
+_DARK = frozenset({"curves"})
 
 
 def take(
@@ -51,7 +55,7 @@ def take(
         arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
         page = browser.new_page(viewport=_SIZE)  # type: ignore[arg-type]
-        page.goto(f"{resolved.page_url}/?run={run.run_id}")
+        page.goto(f"{resolved.page_url}/flow?run={run.run_id}")
         try:
             for look in _looks(run, resolved.page_url, every_seconds):
                 looks.append(look)
@@ -59,7 +63,7 @@ def take(
                     _photograph(page, folder / "page.png")
         except KeyboardInterrupt:
             print("stopped; what was seen so far is written", file=sys.stderr)
-        _photograph(page, folder / "page.png")
+        views(page, resolved.page_url, run.run_id, folder)
         browser.close()
     if not looks:
         raise BadInput(f"the page does not know {run.run_id} yet: try again in a moment")
@@ -77,10 +81,17 @@ def _looks(run: RunFolder, page_url: str, every_seconds: float) -> Iterator[Rend
         time.sleep(every_seconds)
 
 
+def views(page: Any, page_url: str, run_id: str, folder: Path) -> None:
+    """Writes the pictures of all VIEWS of a run."""
+    for name, path in VIEWS.items():
+        page.emulate_media(color_scheme="dark" if name in _DARK else "light")
+        # The view of all runs would lead to one of them if it were given a run.
+        page.goto(f"{page_url}{path}" + ("" if path == "/" else f"?run={run_id}"))
+        _photograph(page, folder / f"{name}.png")
+
+
 def _photograph(page: Any, path: Path) -> None:
-    page.locator("canvas").first.wait_for(timeout=_LOOK_MILLISECONDS_MAX)
-    # Charts are drawn with an animation.
-    page.wait_for_timeout(3000)
+    page.locator("main .card").first.wait_for(timeout=_LOOK_MILLISECONDS_MAX)
     page.screenshot(path=str(path))
 
 

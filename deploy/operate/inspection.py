@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from replayground.deploy.options import FIELD, Field, RunArgument, RunOption, console, echo, echo_error
-from replayground.deploy.terminal_text import cells, printable
+from replayground.deploy.terminal_text import cells, plain, printable, printable_json
 from replayground.schemas.errors import BadInput
 
 if TYPE_CHECKING:
@@ -160,7 +160,11 @@ def _show_answer(answer: dict[str, Any], form: str, output: Path | None) -> None
         _print_answer(answer)
         return
     data = encoded(answer["columns"], answer["rows"], form)
-    if output is None:
+    if output is None and sys.stdout.isatty():
+        text = data.decode(errors="replace")
+        sys.stdout.write(printable_json(text) if form == "json" else plain(text))
+    elif output is None:
+        # A file or a program gets the values as they are.
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     else:

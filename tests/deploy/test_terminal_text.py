@@ -67,12 +67,15 @@ def test_what_prints_is_not_changed() -> None:
 PRINTS = """
 import sys
 from rich.table import Table
-from replayground.deploy.operate.inspection import _print_answer
+from replayground.deploy.operate.inspection import _print_answer, _show_answer
 from replayground.deploy.operate.tail import line, as_json
 from replayground.deploy.options import console, echo, echo_error
 from replayground.deploy import cli
 from tests.deploy.test_terminal_text import HOSTILE
 _print_answer({"columns": list(HOSTILE), "rows": [list(HOSTILE), list(HOSTILE)]})
+said = [text.encode("utf-8", "replace").decode() for text in HOSTILE]
+for form in ("csv", "json") if sys.stdout.isatty() else ():
+    _show_answer({"columns": [str(n) for n in range(len(said))], "rows": [said]}, form, None)
 for text in HOSTILE:
     text = text.encode("utf-8", "replace").decode()
     _print_answer({"columns": [text], "rows": [[text]]})

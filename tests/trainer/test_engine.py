@@ -5,7 +5,6 @@ import math
 import random
 import tempfile
 from pathlib import Path
-from typing import ClassVar
 
 import numpy
 import pytest
@@ -170,10 +169,9 @@ def test_copying_is_told_from_what_only_looks_like_it() -> None:
     class Copying:
         """Gives the token that followed the same token earlier, and 0 where a digit is missed."""
 
-        parameters: ClassVar[dict[str, torch.Tensor]] = {}
-        vocabulary_size = 10
-
         def __init__(self, misses: int | None) -> None:
+            self.parameters: dict[str, torch.Tensor] = {}
+            self.vocabulary_size = 10
             self._misses = misses
 
         def hidden_weights(self) -> list[str]:
