@@ -66,7 +66,7 @@ class Sizes:
 
 def measure(quick: bool) -> dict[str, Figure]:
     """Limits: rescore_to_bare at least 0.5, rescore_two_processes at least 1.7, memory_growth at most 1.1."""
-    sizes = Sizes(4_000, 1, 1_000, 4_000) if quick else Sizes(60_000, 5, 10_000, 1_000_000)
+    sizes = Sizes(4_000, 1, 1_000, 4_000) if quick else Sizes(20_000, 3, 10_000, 1_000_000)
     with _broker() as (addresses, log):
         fill(log, sizes.trajectories)
         figures = _against_bare(addresses, log, sizes)
