@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ def _sink(addresses: LogAddresses, log: KafkaLog, dsn: str, events: int, rounds:
         bare_store, sink_store = (Store(dsn, f"{name}_{number}", threads=1) for name in ("bare", "sink"))
         prepared = [_columns_of(rows[at : at + _BATCH_ROWS]) for at in range(0, len(rows), _BATCH_ROWS)]
         sides: list[tuple[str, Callable[[], float]]] = [
-            ("bare", lambda store=bare_store, prepared=prepared: _bare_seconds(addresses, store, prepared, events)),
-            ("sink", lambda store=sink_store: _sink_seconds(log, store)),
+            ("bare", partial(_bare_seconds, addresses, bare_store, prepared, events)),
+            ("sink", partial(_sink_seconds, log, sink_store)),
         ]
         # Every other round in reverse order: neither side may always find the machine warm.
         seconds = {name: side() for name, side in (sides if number % 2 == 0 else reversed(sides))}

@@ -257,11 +257,11 @@ ENGINE = MergeTree ORDER BY number SETTINGS fsync_after_insert = 1, fsync_part_d
 """
 
 
-def _ignore(done: int, total: int) -> None:
+def show_nothing(done: int, total: int) -> None:
     """Shows no progress."""
 
 
-def migrate(database: Database, to: int = LAYOUT, progress: Progress = _ignore) -> None:
+def migrate(database: Database, to: int = LAYOUT, progress: Progress = show_nothing) -> None:
     """Brings the store to a layout. Raises LayoutRefused, and what the database raises."""
     standing = layout_of(database)
     if standing > LAYOUT:

@@ -20,7 +20,7 @@ from clickhouse_connect.driver.client import Client
 from clickhouse_connect.driver.exceptions import ClickHouseError
 
 from replayground.consumers.clickhouse.columns import TABLES_STORED, Table, columns_of, stored_columns
-from replayground.consumers.clickhouse.migrations import INSERT_SETTINGS, LayoutRefused, Progress, migrate
+from replayground.consumers.clickhouse.migrations import INSERT_SETTINGS, LayoutRefused, Progress, migrate, show_nothing
 from replayground.consumers.clickhouse.queries import ROWS_AT, standing_of
 from replayground.consumers.clickhouse.rows import Row, encode_rows
 from replayground.schemas.errors import BadInput, ReplaygroundError
@@ -67,7 +67,7 @@ class Store:
     """One database of traces. Safe to share between threads; calls block. Inserts, our own queries and each query of a
     user have separate connections: calls on one connection wait for each other, so a slow query would delay inserts."""
 
-    def __init__(self, dsn: str, database: str, threads: int, progress: Progress | None = None) -> None:
+    def __init__(self, dsn: str, database: str, threads: int, progress: Progress = show_nothing) -> None:
         """Opens the store and brings it to the layout of this release; `progress` is called while that rewrites rows.
         Raises StoreFailed."""
         self._dsn = dsn
@@ -84,7 +84,7 @@ class Store:
             opening.close()
             self._writing = self._connect()
             self._asking = self._connect()
-            migrate(self._writing, **({} if progress is None else {"progress": progress}))
+            migrate(self._writing, progress=progress)
         except LayoutRefused as error:
             raise StoreFailed(f"the trace store {dsn} cannot be used: {error}") from error
         except ClickHouseError as error:

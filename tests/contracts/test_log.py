@@ -349,7 +349,7 @@ def test_a_spilled_event_of_another_run_is_passed_over_without_its_blob(
     """Nor does a store of blobs that is away hold up a run that needs nothing from it."""
     blobs, log = tmp_path / "away", opened()
     assert isinstance(log, KafkaLog | MemoryLog)
-    log.codec._blobs = Blobs(blobs.as_uri())
+    log.codec.blobs = Blobs(blobs.as_uri())
     start = log.end_positions(["messages"])
     observed = next(e for e in rollout(0, 0, run_id=f"other-{run_id}") if isinstance(e, ToolObserved))
     own = rollout(0, 0, run_id=run_id)
@@ -439,7 +439,7 @@ def test_what_cannot_be_judged_is_neither_delivered_nor_passed(opened: OpenLog, 
     blobs = tmp_path / "away"
     log = opened()
     assert isinstance(log, KafkaLog | MemoryLog)
-    log.codec._blobs = Blobs(blobs.as_uri())
+    log.codec.blobs = Blobs(blobs.as_uri())
     reader = log.reader(["messages"], f"group-{run_id}")
     drained(reader, run_id)
     events = rollout(0, 0, run_id=run_id)

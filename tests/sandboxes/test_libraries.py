@@ -9,7 +9,8 @@ from replayground.sandboxes.pool import Pool
 from replayground.sandboxes.protocol import SandboxUnavailable
 from replayground.sandboxes.tools.registry import SHIPPED, toolset
 from replayground.sandboxes.workbench import Workbench
-from replayground.sandboxes.worlds.world import WORLD_TOOLS, Binary, World, world_from_json
+from replayground.sandboxes.worlds.checks import Binary
+from replayground.sandboxes.worlds.world import WORLD_TOOLS, World, world_from_json
 
 
 @pytest.fixture

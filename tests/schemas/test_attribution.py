@@ -190,7 +190,7 @@ def large(run_id: str) -> ToolObserved:
 def test_a_spilled_event_names_its_run_without_its_blob() -> None:
     codec = Codec(MemoryRegistry(), Blobs("memory://"))
     value = codec.encode(large("its-run"))
-    codec._blobs = Blobs("memory://")  # without the blob
+    codec.blobs = Blobs("memory://")  # without the blob
     assert codec.run_of(value) == "its-run"
     with pytest.raises(Undecodable):
         codec.decode(value)
