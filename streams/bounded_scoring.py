@@ -17,6 +17,7 @@ from types import FrameType
 
 from replayground.schemas.events import TrajectoryAssembled
 from replayground.schemas.job import Score, Scorer
+from replayground.streams.rules.judges import HumanVerdict, LlmJudge
 from replayground.streams.rules.scoring import BUILT_IN, needs_of, pass_mark_of, version_of, weight_of
 
 SCORER_SECONDS_MAX = 30.0
@@ -43,9 +44,9 @@ class BoundedScorer:
 
 
 def bounded(scorers: Sequence[Scorer], seconds: float = SCORER_SECONDS_MAX) -> tuple[Scorer, ...]:
-    """The same scorers with a time limit for each trajectory. Scorers of BUILT_IN need
-    none: they take linear time."""
-    free = {type(scorer) for scorer in BUILT_IN}
+    """The same scorers with a time limit for each trajectory. Scorers of BUILT_IN need none: they take linear time. Judges
+    stay what they are: the hop leaves them to the program judge by their class."""
+    free = {type(scorer) for scorer in BUILT_IN} | {LlmJudge, HumanVerdict}
     return tuple(scorer if type(scorer) in free else BoundedScorer(scorer, seconds) for scorer in scorers)
 
 

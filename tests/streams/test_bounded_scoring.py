@@ -21,6 +21,7 @@ from replayground.streams.bounded_scoring import bounded, call_in_thread, score_
 from replayground.streams.driver import Driver
 from replayground.streams.hops.flow import hops
 from replayground.streams.log.memory import MemoryLog
+from replayground.streams.rules.judges import HumanVerdict, LlmJudge, judges_of
 from replayground.streams.rules.scorers.numeric import NumericTolerance
 from replayground.streams.rules.scoring import needs_of, score_trajectory, scorers_by_name, version_of
 from tests.flow.synthetic import RUN_ID, rollout
@@ -184,3 +185,12 @@ def test_a_wrong_setting_is_refused_where_it_stands(settings: dict[str, Any], to
 def test_only_functions_are_decorated() -> None:
     with pytest.raises(TypeError, match="takes a function, not NumericTolerance"):
         scorer(NumericTolerance())  # type: ignore[call-overload]
+
+
+def test_judges_are_left_to_their_program_all_the_same() -> None:
+    """Wrapped, they would be scored by the hop, which excludes."""
+    judges: tuple[Scorer, ...] = (
+        LlmJudge(name="polite", model="m", rubric="r"),
+        HumanVerdict(name="helpful", question="q"),
+    )
+    assert set(judges_of(bounded(judges))) == {"polite", "helpful"}

@@ -490,7 +490,7 @@ def test_a_kill_asks_again_what_was_under_way_and_no_other_scorer_waits(kafka_ru
             environment.setenv("KEY_OF_JUDGE", "hunter2")
             with a_program(Program(judge_process, judging, settings)) as first:
                 await_that(lambda: len(groups.read()) >= 4 and len(server.requests) >= 4, "other groups are completed")
-                assert all(group.scorer_set == "exact_match:1" for group in groups.events)
+                assert {group.scorer_set for group in groups.events} == {"exact_match:1"}
                 # From now on it answers, but for one attempt that hangs: the kill finds a question under way.
                 hangs, asked = threading.Event(), Counter[str]()
 
