@@ -404,12 +404,14 @@ def _old_rows(database: Database) -> Iterator[list[Row]]:
 def _converted(old: dict[str, Any]) -> Row:
     """A row of layout 3 from one of layout 2."""
     address = Address(old["topic"], old["partition"], old["offset"])
+    kind = _CLASSES.get(old["type"])
+    # Of a message that is no event, or of a newer release: as it is.
+    if kind is None:
+        row = {name: value for name, value in old.items() if value is not None}
+        reason = msgspec.json.decode(old["body"]).get("reason") if old["type"] == UNDECODABLE else None
+        return row | ({"reason": reason} if reason is not None else {})
     stored = msgspec.json.decode(old["body"])
     body = msgspec.Raw(old["body"].encode())
-    kind = _CLASSES.get(old["type"])
-    if kind is None:
-        row = {"topic": address.topic, "partition": address.partition, "offset": address.offset}
-        return row | {"type": UNDECODABLE, "reason": stored.get("reason"), "body": body}
     meta = {name: old[name] for name in Meta.__struct_fields__}
     fields = _with_nan(_TYPES[kind], {"meta": meta, **stored, **_LEFT_OUT.get(kind, {})})
     row = event_row(address, msgspec.convert(fields, kind, strict=False))
