@@ -171,7 +171,7 @@ def reconcile(
     Rows of messages that retention or compaction removed from the log are no differences. Reads the whole log in scope.
     Raises LogUnavailable, StoreFailed, and what `await_written` raises."""
     # Before the log is read: every row up to here must have its event on the log (see reach).
-    before = store.next_offsets()
+    before = store.end_offsets()
     stretches = {place: _LogRange(place, scope) for place in before}
     with store.staging() as staging:
         reader = log.reader([topic.name for topic in TOPICS], start=scope.start)

@@ -187,6 +187,11 @@ class Store:
         found = [self._next_offsets(table) for table in TABLES_STORED]
         return {place: min(of.get(place, 0) for of in found) for place in set().union(*found)}
 
+    def end_offsets(self) -> dict[Place, int]:
+        """For every partition of the log, the offset after the last one that any table has."""
+        found = [self._next_offsets(table) for table in TABLES_STORED]
+        return {place: max(of.get(place, 0) for of in found) for place in set().union(*found)}
+
     def _next_offsets(self, table: Table) -> dict[Place, int]:
         return {(topic, partition): following for topic, partition, following, _ in self.ask(standing_of(table)).rows}
 
