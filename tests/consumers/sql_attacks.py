@@ -62,7 +62,6 @@ ON_THE_STORE = (
     "DROP TABLE events",
     "DROP TABLE events SYNC",
     "TRUNCATE TABLE events",
-    "DROP DATABASE {database} SYNC",
     "ALTER TABLE events DELETE WHERE 1",
     "DELETE FROM events WHERE 1",
     "ALTER TABLE events DROP PARTITION ID 'all'",
@@ -112,6 +111,9 @@ ELSEWHERE = (
     "hello",
 )
 "no harm, and not about the traces: the door says so"
+
+WAITING = ("DROP DATABASE {database} SYNC",)
+"waits for what its own connection holds"
 
 WITHOUT_BOUND = (
     "SELECT hasAll(range(30000000), arrayMap(x -> x + 1, range(30000000)))",

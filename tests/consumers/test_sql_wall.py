@@ -33,7 +33,16 @@ from replayground.sandboxes import seccomp
 from replayground.sandboxes.machine import SYSTEM_PATH
 from replayground.schemas.topics import TOPICS
 from replayground.streams.log.memory import MemoryLog
-from tests.consumers.sql_attacks import CONNECTIONS, ELSEWHERE, ON_THE_STORE, READS, WITHOUT_BOUND, WRITES, filled
+from tests.consumers.sql_attacks import (
+    CONNECTIONS,
+    ELSEWHERE,
+    ON_THE_STORE,
+    READS,
+    WAITING,
+    WITHOUT_BOUND,
+    WRITES,
+    filled,
+)
 from tests.consumers.sql_questions import QUESTIONS
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
@@ -205,7 +214,7 @@ def test_time_and_memory_have_an_end(field: Field) -> None:
     limits = {"sql_seconds_max": 1.0, "sql_memory_bytes_max": 200_000_000, "sql_bytes_max": 1_000_000}
     open_wall = PeopleSql(TracesSettings(dsn=field.settings.dsn, database=DATABASE, **limits), is_guarded=False)  # type: ignore[arg-type]
     try:
-        for statement in WITHOUT_BOUND:
+        for statement in (*WITHOUT_BOUND, *map(field.fill, WAITING)):
             with pytest.raises(SqlRefused) as refused:
                 open_wall.ask(statement)
             assert "\n" not in str(refused.value)
@@ -217,7 +226,7 @@ def test_time_and_memory_have_an_end(field: Field) -> None:
 
 
 def test_the_door_says_in_a_sentence_what_is_no_question(field: Field, tmp_path: Path) -> None:
-    statements = [*map(field.fill, HARMLESS)]
+    statements = [*map(field.fill, (*HARMLESS, *WAITING))]
     found = walled(field, statements, "guarded", tmp_path)
     assert [statement for statement, (refused, _) in zip(statements, found, strict=True) if not refused] == []
     assert not [text for _, text in found if "\n" in text or len(text) > 600]

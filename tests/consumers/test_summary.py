@@ -120,7 +120,7 @@ def test_the_overview_knows_that_the_run_is_over(written: Written) -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "phase"), [(0.0, "starting"), (0.02, "demonstrations"), (0.13, "evaluating"), (0.45, "training")]
+    ("share", "phase"), [(0.0, "starting"), (0.02, "demonstrations"), (0.125, "evaluating"), (0.45, "training")]
 )
 def test_phases_follow_each_other(share: float, phase: str, memory_log: MemoryLog, store: Store) -> None:
     made = SyntheticRun(RUN, evaluation_tasks=20)

@@ -108,9 +108,11 @@ def test_what_cannot_be_read_is_a_row_and_a_dead_letter_where_no_stage_refuses_i
     assert {topic for (topic,) in undecodable} == set(NAMES)
     dead = [d.event for d in memory_log.reader(["dead-letters"]).poll(100, 0) if isinstance(d.event, EventRejected)]
     assert {reject.origin.topic for reject in dead} == {
-        *("runs", "tasks", "attempts", "batches", "steps", "weights", "serving", "control", "snapshots")
+        *("runs", "tasks", "attempts", "batches", "steps", "weights", "serving", "control", "snapshots"),
+        # The judge reads judgements too, in runs that have one.
+        *("selections", "judgements"),
     }
-    assert len(dead) == 9
+    assert len(dead) == 11
     assert {reject.stage for reject in dead} == {"traces"}
 
 
