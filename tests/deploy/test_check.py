@@ -121,7 +121,7 @@ def test_every_committed_job_is_sound(path: Path) -> None:
         ("import random", "import randum", "import randum", "No module named 'randum'"),
         ("'{\"name\": \"empty\"}'", "'an empty room'", "yield Task", "the world of a task cannot be used"),
         ('toolset=["double"]', 'toolset=["duoble"]', "yield Task", "there is no tool 'duoble'; known tools: audio"),
-        ('scorers=["close"]', 'scorers=["clse"]', "yield Task", "there is no scorer 'clse'; known scorers: close"),
+        ('scorers=["close"]', 'scorers=["clse"]', "yield Task", "there is no scorer 'clse'; known scorers: checks, close"),
         ("if turns:", "if turns[0]:", "if turns[0]:", "demonstrate raises IndexError: list index out of range"),
         ("    return f'<tool", "    f'<tool", "def demonstrate", "it returned NoneType, not the text of a turn"),
         ("Score(score=float(", "Score(score=1 / len(", "Score(score=1 / len(", "scorer close fails on an attempt"),
@@ -271,7 +271,8 @@ def test_the_commands_end_with_exit_code_2_and_start_nothing(tmp_path: Path, com
     (tmp_path / "job.toml").write_text(CONFIG)
     result = called(tmp_path, command, "job.toml")
     assert result.returncode == 2
-    assert result.stderr == ("✗ mine.py:30: there is no scorer 'clse'; known scorers: close, exact_match\n")
+    known = "checks, close, exact_match, gaia, json, numeric, regex, sql_world, table"
+    assert result.stderr == f"✗ mine.py:30: there is no scorer 'clse'; known scorers: {known}\n"
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["job.toml", "mine.py"]
 
 
