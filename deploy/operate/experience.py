@@ -289,6 +289,8 @@ def _export(log: "KafkaLog", selected: "TrajectoriesSelected", file: Path) -> in
                     count += 1
         # Only a whole file gets the name that was asked for.
         part.replace(file)
+    except LookupError as error:
+        raise BadInput(f"trajectories of selection {selected.name} are not on the log any more: {error}") from error
     except OSError as error:
         raise BadInput(f"{file} cannot be written: {error.strerror}") from error
     return count

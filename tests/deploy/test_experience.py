@@ -294,50 +294,6 @@ def test_lineage_leads_from_a_retrained_version_to_the_run_that_was_played(field
     assert f"{retrained}  retrain  versions 2 to 3" in out
 
 
-def test_two_trainers_follow_one_run_with_settings_of_their_own(field: Practised, call: Call) -> None:
-    """And a scorer. All three begin while the run has one batch, and end with it. Both lineages are exact."""
-    live = field.begin(OTHER)
-    with log_of(field.resolved) as log:
-        for number, episode in enumerate(played(6, seed=6)):
-            log.append(assembled(episode, field.tokenizer, number=number, run_id=OTHER))
-        log.flush()
-    field.play(live, ANSWERS[:2])
-    field.train(live, until=2)
-    slow = ("--set", "trainer.grpo.learning_rate=1e-5")
-    followers = [
-        follower(field, "retrain", "--run", OTHER, "--force", "--follow"),
-        follower(field, "retrain", "--run", OTHER, "--force", "--follow", *slow),
-        follower(field, "rescore", "--run", OTHER, "--scorer", "better.py:upside", "--follow"),
-    ]
-
-    def mine(kind: str) -> list[str]:
-        return [s.run_id for s in field.states().values() if s.kind == kind and s.sources == (OTHER,)]
-
-    assert eventually(lambda: len(mine("retrain")) == 2 and len(mine("replay")) == 1, 120)
-    first, second = mine("retrain")
-    assert eventually(lambda: 2 in field.weights(first) and 2 in field.weights(second), 120)
-    field.play(live, ANSWERS[3:], first=3)
-    field.train(live, until=3)
-    assert eventually(lambda: 3 in field.weights(first) and 3 in field.weights(second), 120)
-    field.end(live)
-    for process in followers:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, out + err
-    assert len(field.events("rewards", mine("replay")[0])) == 22
-    own, theirs = field.weights(OTHER), [field.weights(run_id) for run_id in (first, second)]
-    assert sorted(own[v] == weights[v] for weights in theirs for v in (2, 3)) == [False, False, True, True]
-    assert theirs[0][3] != theirs[1][3]
-    batches = {batch.base_version + 1: batch for batch in field.events("batches", OTHER)}
-    assert sorted(batches) == [2, 3]
-    for run_id in (OTHER, first, second):
-        for version, batch in batches.items():
-            lineage = json.loads(call("lineage", f"{run_id}:{version}", "--json")[1])["version"]
-            groups = lineage["batch"]["groups"]
-            named = [member["trajectory"] for group in groups for member in group["trajectories"]]
-            assert named == [msgspec.to_builtins(member.trajectory) for member in batch.members]
-            assert [part["run_id"] for part in lineage["runs"]] == ([run_id, OTHER] if run_id != OTHER else [OTHER])
-
-
 def follower(field: Practised, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command(*arguments), cwd=field.here, env=_ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -447,22 +403,6 @@ def test_two_rescores_at_once_and_one_that_is_killed(field: Practised, call: Cal
         ]
         assert len(ids) == len(set(ids)) == 26 + 5 + 2
         assert field.states()[state.run_id].is_finished
-
-
-def test_an_interrupted_retraining_is_resumed_and_makes_the_same_weights(field: Practised, call: Call) -> None:
-    known = set(field.states())
-    process = follower(field, "retrain", "--run", RUN, "--force")
-    assert eventually(lambda: len(set(field.states()) - known) == 1, 120)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    (run_id,) = set(field.states()) - known
-    if process.returncode == 130:
-        assert f"`replayground resume {run_id}` continues it" in out
-        code, out, err = call("resume", run_id)
-        assert code == 0, err
-    assert f"2 of 2 versions equal those of {RUN}, byte for byte" in out
-    assert field.states()[run_id].is_finished
-    assert len(field.events("batches", run_id)) == 2
 
 
 def test_trajectories_that_retention_has_removed_are_missed_before_anything_is_written(
