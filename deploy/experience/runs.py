@@ -1,5 +1,6 @@
 """What runs that use old experience share: their ids, their Run, their config, heartbeats and logs."""
 
+import logging
 import os
 import sys
 import time
@@ -8,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import msgspec
+import structlog
 
 from replayground.consumers.reports.runs import job_of
 from replayground.deploy import sources
@@ -102,7 +104,7 @@ def heartbeat(role: str, field: ResolvedConfig, state: RunState) -> AbstractCont
 def logs_in(folder: RunFolder, program: str) -> Iterator[None]:
     """Log lines go to a file of the run instead of the terminal, while the block runs."""
     folder.logs.mkdir(parents=True, exist_ok=True)
-    before = sys.stderr
+    before, configured, handlers = sys.stderr, structlog.get_config(), logging.getLogger().handlers[:]
     with (folder.logs / f"{program}.log").open("a", buffering=1) as file:
         # configure_logs takes the stream that is sys.stderr at that moment.
         sys.stderr = file
@@ -110,4 +112,9 @@ def logs_in(folder: RunFolder, program: str) -> Iterator[None]:
             configure_logs(program, folder.run_id)
         finally:
             sys.stderr = before
-        yield
+        try:
+            yield
+        finally:
+            # Before the file is closed: what is logged afterwards must not go to it.
+            structlog.configure(**configured)
+            logging.getLogger().handlers[:] = handlers
