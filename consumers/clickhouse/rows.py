@@ -7,7 +7,7 @@ of a selection are left out. `Store` writes each column to the tables that have 
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,10 +17,12 @@ from replayground.schemas.events import (
     AgentMessaged,
     AttemptEnded,
     BatchCut,
+    BatchMember,
     ControlIssued,
     Event,
     EventRejected,
     GroupCompleted,
+    GroupMember,
     JudgementMade,
     RewardAssigned,
     RolloutEnded,
@@ -312,15 +314,9 @@ def _group_completed(event: GroupCompleted) -> Row:
         "reward_mean": event.reward_mean,
         "reward_deviation": event.reward_deviation,
         "dropped_because": event.dropped_because,
-        "members": len(members),
-        "member_trajectories": [member.trajectory_id for member in members],
         "member_attempts": [member.attempt_id for member in members],
-        "member_rewards": _finite_ones(member.reward for member in members),
-        "member_advantages": _finite_ones(member.advantage for member in members),
         "member_valid": [member.valid for member in members],
-        "member_passed": [member.passed for member in members],
-        "member_partitions": [member.trajectory.partition for member in members],
-        "member_offsets": [member.trajectory.offset for member in members],
+        **_member_columns(members),
     }
 
 
@@ -345,9 +341,16 @@ def _batch_cut(event: BatchCut) -> Row:
         "groups_stale": len(event.groups_stale) + event.groups_stale_unnamed,
         "groups_dropped": event.groups_dropped,
         "scorer_sets": event.scorer_sets,
+        "member_groups": [member.group_id for member in members],
+        **_member_columns(members),
+    }
+
+
+def _member_columns(members: Sequence[GroupMember] | Sequence[BatchMember]) -> Row:
+    """What groups and batches say of their members, in the order of the members."""
+    return {
         "members": len(members),
         "member_trajectories": [member.trajectory_id for member in members],
-        "member_groups": [member.group_id for member in members],
         "member_rewards": _finite_ones(member.reward for member in members),
         "member_advantages": _finite_ones(member.advantage for member in members),
         "member_passed": [member.passed for member in members],

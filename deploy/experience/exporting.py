@@ -9,7 +9,6 @@ interrupted, or repeated later, goes on where the manifest ends and writes no of
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from replayground.deploy.experience.export_rows import KINDS, record
+from replayground.deploy.local.folder import write_whole
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import Position
 from replayground.streams.log.protocol import Delivery, Log, Reader
@@ -102,7 +102,7 @@ class Export:
                 at[topic, partition] = following
                 progress(done, total)
         if query.form == "datasets":
-            _write_whole(self._folder / "README.md", _card(query).encode())
+            write_whole(self._folder / "README.md", _card(query).encode())
         return self.manifest
 
     def _pieces(self, topic: str, partition: int, first: int, end: int) -> Iterator[tuple[list[Delivery], int]]:
@@ -141,7 +141,7 @@ class Export:
             name = f"data/{topic}-{partition}-{first:012}.{'jsonl' if form == 'jsonl' else 'parquet'}"
             records = [record(one.address, one.event) for one in deliveries if one.event is not None]
             data = msgspec.json.Encoder().encode_lines(records) if form == "jsonl" else _parquet(topic, records)
-            _write_whole(self._folder / name, data)
+            write_whole(self._folder / name, data)
             self.manifest.files.append(
                 ExportedFile(
                     name=name,
@@ -156,7 +156,7 @@ class Export:
             )
         others = [p for p in self.manifest.positions if (p.topic, p.partition) != (topic, partition)]
         self.manifest.positions = [*others, Position(topic=topic, partition=partition, offset=following)]
-        _write_whole(self._folder / "manifest.json", msgspec.json.format(msgspec.json.encode(self.manifest)))
+        write_whole(self._folder / "manifest.json", msgspec.json.format(msgspec.json.encode(self.manifest)))
 
     def _position(self, topic: str, partition: int) -> int:
         return next((p.offset for p in self.manifest.positions if (p.topic, p.partition) == (topic, partition)), 0)
@@ -185,7 +185,7 @@ def _open_manifest(folder: Path, query: ExportQuery) -> Manifest:
         if folder.exists() and any(folder.iterdir()):
             raise BadInput(f"{folder} is not empty and holds no export: name a new folder")
         (folder / "data").mkdir(parents=True, exist_ok=True)
-        _write_whole(file, msgspec.json.encode(Manifest(query=query, positions=[], files=[])))
+        write_whole(file, msgspec.json.encode(Manifest(query=query, positions=[], files=[])))
     try:
         manifest = msgspec.json.decode(file.read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
@@ -193,15 +193,6 @@ def _open_manifest(folder: Path, query: ExportQuery) -> Manifest:
     if manifest.query != query:
         raise BadInput(f"{folder} holds an export of something else (see its manifest.json): name a new folder")
     return manifest
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    draft = path.with_name(f".{path.name}.tmp")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _parquet(topic: str, records: Sequence[dict[str, Any]]) -> bytes:

@@ -206,11 +206,11 @@ def point_latest_at(folder: RunFolder) -> None:
     new.replace(link)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file completely or not at all, also if the machine stops meanwhile."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w") as file:
-        file.write(text)
+    with unfinished.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         # Before the rename: a file system may store the new name before the bytes, and the file would be empty.
         file.flush()
         os.fsync(file.fileno())
