@@ -40,9 +40,7 @@ class FunctionScorer:
         if self.declared_version is not None:
             return self.declared_version
         settings = {"weight": self.weight, "pass_mark": self.pass_mark, "needs": self.needs}
-        function = inspect.unwrap(self.judge)
-        assert isinstance(function, FunctionType)
-        return digest_of_function(function, settings)
+        return digest_of_function(self.judge, settings)
 
     def score(self, trajectory: TrajectoryAssembled) -> Score:
         result = self.judge(trajectory)

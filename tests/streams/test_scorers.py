@@ -475,7 +475,11 @@ def test_a_composite_excludes_what_one_of_its_scorers_excludes_and_needs_what_th
 
 
 def test_settings_are_part_of_the_version_and_defaults_are_not() -> None:
-    assert version_of(NumericTolerance()) == version_of(NumericTolerance(name="other")) == "1"
+    assert version_of(NumericTolerance()) == "1"
+    # Of one name, which alone does not say what it is.
+    assert version_of(NumericTolerance(name="other")) != version_of(ExactMatch(name="other"))
+    composites = [Composite(scorers=(scorer,)) for scorer in (NumericTolerance(name="own"), ExactMatch(name="own"))]
+    assert len({version_of(scorer) for scorer in composites}) == 2
     settings = [NumericTolerance(relative=0.1), NumericTolerance(absolute=0.1), NumericTolerance(weight=2.0)]
     assert len({version_of(scorer) for scorer in settings}) == 3
     assert version_of(NumericTolerance(relative=0.1)) == version_of(NumericTolerance(relative=0.1, absolute=1e-9))

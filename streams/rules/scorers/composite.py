@@ -47,6 +47,8 @@ class Composite(BuiltInScorer):
     def version(self) -> str:
         told = [f"{part.name}:{version_of(part)}:{weight_of(part)!r}:{pass_mark_of(part)!r}" for part in self.scorers]
         told.append(f"{self.weight!r}:{self.pass_mark!r}")
+        # The name of a composite is the job's to choose, and its class is always this one, unless it is the job's, too.
+        told += [code] if (code := self._kind().get("code")) else []
         return f"{self.code_version}-{hashlib.sha256('+'.join(told).encode()).hexdigest()[:8]}"
 
     @property
