@@ -187,6 +187,30 @@ def test_numbers_as_people_write_them(text: str, number: float | None) -> None:
     assert number_of(text) == number
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "are_equal"),
+    [
+        ("1234567890123", "1234567890124", False),
+        ("9007199254740993", "9007199254740992", False),
+        ("1e23", "100000000000000000000000", True),
+        ("12345678901.25", "12345678901.21", False),
+        ("0.30000000000000004", "0.3", True),
+        ("2.9999999999999996", "3", True),
+        ("-0", "0.0", True),
+        ("1,000", "1000.0", True),
+        ("1,000", "1.000", False),
+    ],
+)
+def test_ids_and_amounts_are_compared_exactly(one: str, other: str, are_equal: bool) -> None:
+    """A float, or twelve digits of it, takes long ids and large amounts for each other."""
+    assert scored(TableMatch(), f"|x|y|\n|{one}||", f"|x|y|\n|{other}||").score == (1.0 if are_equal else 0.5)
+    plain = other.replace(",", "")
+    assert scored(TableMatch(), f'[{{"x": {plain}}}]', f"x\n{plain}").score == 1.0
+    # GAIA takes what is no whole number as the float that it is.
+    if one.isdecimal():
+        assert scored(GaiaMatch(), one, other).score == float(are_equal)
+
+
 @given(number=st.floats(allow_nan=False, allow_infinity=False))
 def test_every_float_is_read_back(number: float) -> None:
     assert number_of(repr(number)) == number
@@ -624,3 +648,11 @@ def test_a_long_answer_is_no_work_for_ever(scorer: BuiltInScorer, answer: str, r
     """Built-in scorers have no time limit. A time that grows with the square of the length would be minutes here."""
     score = score_trajectory(attempt(answer * 50_000, reference), scorer.name, scorers_by_name([scorer]))
     assert score.excluded_because is None
+
+
+def test_rows_with_keys_of_their_own_are_no_table_of_the_square_of_their_number() -> None:
+    answer = json.dumps([{f"k{number}": 1} for number in range(20_000)])
+    score = score_trajectory(attempt(answer, "a\n1"), "table", scorers_by_name([]))
+    assert (score.score, score.excluded_because) == (0.0, None)
+    assert "hardly a column in common" in score.evidence
+    assert scored(TableMatch(), '[{"a": 1}, {"b": 2}]', "a,b\n1,\n,2").score == 1.0
