@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import Utterance
@@ -116,19 +117,54 @@ def test_calls_are_read_in_every_format_and_with_the_fate_of_each() -> None:
     )
     found = [(one.tool, one.arguments, one.has_succeeded) for one in calls_of(trajectory)]
     assert found == [
-        ("a", '{"n": 1}', True),
-        ("b", '{"n": 2}', False),
+        ("a", '{"n":1}', True),
+        ("b", '{"n":2}', False),
         ("c", '{"n":"3"}', True),
         ("d", '{"n":"4"}', True),
-        ("e", '{"n": 5}', False),
+        ("e", '{"n":5}', False),
     ]
 
 
 def test_results_of_agents_that_work_in_parallel_find_their_calls() -> None:
-    one, two = call("sql", '{"q": 1}'), call("kv", '{"q": 2}')
+    one, two = call("sql", '{"q": 1}'), replace(call("kv", '{"q": 2}'), name="other")
     trajectory = attempt("x", None, one, two, result("kv"), result("sql", is_error=True))
     found = [(made.tool, made.arguments, made.has_succeeded) for made in calls_of(trajectory)]
-    assert found == [("sql", '{"q": 1}', False), ("kv", '{"q": 2}', True)]
+    assert found == [("sql", '{"q":1}', False), ("kv", '{"q":2}', True)]
+
+
+WANTED = Checkpoints(steps=(Checkpoint(name="looked", calls="sql", arguments="orders"),))
+MADE = call("sql", '{"q": "select 1"}').content
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        # Malformed in the format of the job, so it is not made; a call in another format.
+        [
+            turn('<|python_tag|>{"name": "sql", "parameters": {"q": "orders <tool_call>"}}'),
+            result("", is_error=True),
+            turn(MADE),
+        ],
+        [turn('<tool name="sql"><arg name="q">orders</arg></tool>'), turn(MADE)],
+        # Two formats in one turn, of which either may be that of the job.
+        [turn(f'<tool name="sql"><arg name="q">orders</arg></tool> {MADE}')],
+        [turn(MADE.replace("select 1", "orders") + ' <tool name="sql"><arg name="q">select 1</arg></tool>')],
+        # The tool gets the last one.
+        [call("sql", '{"q": "orders", "q": "select 1"}')],
+    ],
+)
+def test_a_call_that_was_not_made_earns_nothing(written: list[Utterance]) -> None:
+    trajectory = attempt("x", None, *written, result("sql"))
+    assert WANTED.score(trajectory).score == 0.0
+    assert sum(found.has_succeeded for found in calls_of(trajectory)) == 1
+
+
+def test_an_escape_hides_no_risk() -> None:
+    risky = RiskPenalty(risks=(Risk(name="deletes", arguments="rm -rf"),))
+    hidden = call("shell", '{"command": "\\u0072m -rf /"}')
+    assert risky.score(attempt("x", None, hidden, result("shell"))).score == -1.0
+    beside = turn('<tool name="shell"><arg name="c">rm -rf /</arg></tool> ' + call("shell").content)
+    assert risky.score(attempt("x", None, beside, result("shell"))).score == -1.0
 
 
 def test_a_call_that_cannot_be_parsed_has_its_turn_as_arguments() -> None:
