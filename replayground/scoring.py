@@ -46,8 +46,8 @@ class FunctionScorer:
         result = self.judge(trajectory)
         if inspect.iscoroutine(result):
             result = _run_to_end(result, self.timeout_seconds)
-        # float(): a function may return a bool or an int.
-        return result if isinstance(result, Score) else Score(score=float(result))  # type: ignore[arg-type]
+        # A bool, an int or a numpy number becomes a float where all scores are checked.
+        return result if isinstance(result, Score) else Score(score=result)  # type: ignore[arg-type]
 
 
 @overload

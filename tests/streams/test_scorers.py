@@ -4,15 +4,22 @@ import json
 import math
 import string
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import Utterance
+from replayground.schemas.events import Address, RewardAssigned, TrajectoryAssembled, Utterance
 from replayground.schemas.job import Score
+from replayground.scoring import scorer
+from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories
+from replayground.streams.rules.judges import LlmJudge
+from replayground.streams.rules.reward import scorer_set
 from replayground.streams.rules.scorers.agent_words import calls_of, turns_of
 from replayground.streams.rules.scorers.built_in import BuiltInScorer
 from replayground.streams.rules.scorers.checkpoints import Checkpoint, Checkpoints
@@ -38,9 +45,11 @@ from replayground.streams.rules.scoring import (
     score_trajectory,
     scorers_by_name,
     version_of,
+    versions_of,
 )
 from tests.streams.scored_attempts import attempt, call, result, turn
 
+AT = Address("trajectories", 0, 0)
 RIGHT = {
     "exact_match": ("42", "42"),
     "gaia": ("a, 2", "A,2"),
@@ -418,12 +427,12 @@ def test_no_answer_is_excluded(answer: str, name: str) -> None:
 def test_no_transcript_is_excluded(text: str, tool: str) -> None:
     trajectory = attempt(text, None, turn(text), Utterance(role="tool", name=tool, content=text))
     steps = (Checkpoint(name="a", says="b", calls="c", arguments="d", answers="e"),)
-    for scorer in (
+    for judge in (
         Checkpoints(steps=steps),
         ProcessConstraints(required=("a",), order=("b", "c"), calls_max=0),
         RiskPenalty(risks=(Risk(name="a", arguments="b"),)),
     ):
-        assert math.isfinite(checked(scorer.score(trajectory)).score)
+        assert math.isfinite(checked(judge.score(trajectory)).score)
 
 
 def test_checkpoints_count_by_weight() -> None:
@@ -623,6 +632,69 @@ def test_a_job_may_configure_a_built_in_scorer_and_not_replace_one() -> None:
         scorers_by_name([Numeric()])
     with pytest.raises(BadInput, match="two scorers are called numeric"):
         scorers_by_name([strict, NumericTolerance()])
+
+
+def test_a_name_that_would_make_two_scorer_sets_look_alike_is_refused() -> None:
+    assert scorer_set(["a:1+b"], {"a:1+b": "2"}) == scorer_set(["a", "b"], {"a": "1", "b": "2"})
+    for name in ("a:1+b", "a:1", "a+b", "", " ", "a\nb", "\ud800"):
+        with pytest.raises(BadInput, match="is not a word"):
+            scorers_by_name([ExactMatch(name=name)])
+    declared = scorer(version="1+b:2")(lambda trajectory: 1.0)
+    with pytest.raises(BadInput, match=r"has a \+"):
+        versions_of({"a": declared})
+
+
+@pytest.mark.parametrize(
+    ("score", "told"),
+    [
+        (Score(score="1"), "'1' is not a number"),  # type: ignore[arg-type]
+        (Score(score=1.0, parts={"a": b"1"}), "b'1' is not a number"),  # type: ignore[dict-item]
+        (Score(score=1.0, passed="False"), "passed is 'False'"),  # type: ignore[arg-type]
+        (Score(score=1.0, excluded_because=""), "excluded_because is ''"),
+        (Score(score=1.0, excluded_because=False), "excluded_because is False"),  # type: ignore[arg-type]
+        ("1.0", "'1.0' is not a number"),
+        (None, "not 'NoneType'"),
+    ],
+)
+def test_what_is_nearly_a_score_excludes_with_the_reason(score: object, told: str) -> None:
+    @scorer
+    def own(trajectory: object) -> float:
+        return score  # type: ignore[return-value]
+
+    found = score_trajectory(attempt("a"), "own", {"own": own})
+    assert found.excluded_because is not None
+    assert told in found.excluded_because
+
+
+def test_numbers_of_other_kinds_are_scores() -> None:
+    for value in (True, 1, numpy.float32(1.0), Fraction(1), Decimal(1)):
+        found = checked(Score(score=value, passed=numpy.bool_(True)))  # type: ignore[arg-type]
+        assert (found.score, found.passed) == (1.0, True)
+
+
+def test_what_a_scorer_does_to_a_trajectory_no_other_one_sees() -> None:
+    @scorer
+    def first(trajectory: TrajectoryAssembled) -> float:
+        task = trajectory.task
+        for changed in (trajectory.transcript, trajectory.findings, task.scorers, task.tags, trajectory.meta.headers):
+            changed.clear()
+        return 1.0
+
+    @scorer
+    def second(trajectory: TrajectoryAssembled) -> float:
+        return float(len(trajectory.transcript) == 2 and trajectory.task.scorers == ["first", "second"])
+
+    judged = attempt("a", "a", turn("I think."), scorers=("first", "second"), tags={"a": "b"})
+    events = ScoreTrajectories({"first": first, "second": second}).step(None, judged, AT).events
+    rewards = [event for event in events if isinstance(event, RewardAssigned)]
+    assert [(reward.score, reward.scorers) for reward in rewards] == [(1.0, ["first", "second"])] * 2
+    assert Composite(scorers=(first, second)).score(judged).score == 2.0
+
+
+def test_a_composite_asks_nobody() -> None:
+    judge = LlmJudge(name="polite", model="m", rubric="r")
+    with pytest.raises(ValueError, match="polite asks a model"):
+        Composite(scorers=(ExactMatch(), judge))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from replayground.streams.rules.scoring import (
     needs_of,
     pass_mark_of,
     problem_with_task,
+    unshared,
     version_of,
     weight_of,
 )
@@ -42,6 +43,9 @@ class Composite(BuiltInScorer):
         for scorer in self.scorers:
             weight_of(scorer)
             pass_mark_of(scorer)
+            # Nobody would ask, and all attempts would be excluded.
+            if hasattr(scorer, "judged_by"):
+                raise ValueError(f"{scorer.name} asks a {scorer.judged_by}: a task names it beside the composite")
 
     @cached_property
     def version(self) -> str:
@@ -64,7 +68,7 @@ class Composite(BuiltInScorer):
                 raise ValueError(problem)
 
     def judge(self, trajectory: TrajectoryAssembled) -> Score:
-        scores = {scorer.name: checked(scorer.score(trajectory)) for scorer in self.scorers}
+        scores = {scorer.name: checked(scorer.score(unshared(trajectory))) for scorer in self.scorers}
         for name, score in scores.items():
             if score.excluded_because is not None:
                 return Score(score=0.0, excluded_because=f"{name}: {score.excluded_because}", evidence=score.evidence)

@@ -152,8 +152,9 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     number = number_of(value) if isinstance(value, str) else value
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    return written(number) if is_number else _text(value)
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        return written(number)
+    return _text(value)
 
 
 def _text(value: Any) -> str:
