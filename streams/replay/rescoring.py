@@ -35,6 +35,9 @@ STATE_VERSION = "rescoring-1"
 ATTEMPTS_REMEMBERED = 2048
 """How many attempts of a partition are remembered. The stage that assembles trajectories may write one again after it was
 killed; it repeats what it wrote since its last commit, which are fewer."""
+GROUPS_REMEMBERED = 2048
+"""How many completed groups of a partition are remembered. An attempt of a worker that was taken for dead comes minutes
+after another one has filled its member: with enough of them a group would be completed twice."""
 _POLL_EVENTS = 1000
 _POLL_SECONDS = 0.2
 _RETRY_SECONDS = 1.0
@@ -66,6 +69,8 @@ class PartitionState(Struct):
     "those that have not got all their members"
     attempts: dict[str, None] = {}
     "the newest ones, in the order in which they came"
+    completed: dict[str, None] = {}
+    "the newest groups that have all their members, in the order in which they were completed"
     counts: Counts = msgspec.field(default_factory=Counts)
 
 
@@ -114,9 +119,7 @@ class Rescoring:
         attempt_id = event.meta.attempt_id or event.meta.id
         if attempt_id in state.attempts:
             return True
-        state.attempts[attempt_id] = None
-        if len(state.attempts) > ATTEMPTS_REMEMBERED:
-            del state.attempts[next(iter(state.attempts))]
+        _remember(state.attempts, attempt_id, ATTEMPTS_REMEMBERED)
         return False
 
     def _as_replayed(self, event: TrajectoryAssembled, group_size: int) -> TrajectoryAssembled:
@@ -131,18 +134,24 @@ class Rescoring:
 
     def _grouped(self, state: PartitionState, reward: RewardAssigned, address: Address) -> Sequence[Event]:
         key = self._group.key(reward)
-        if key is None:
+        if key is None or key in state.completed:
             return ()
         outcome = self._group.step(state.groups.get(key), reward, address)
         assert outcome.refused is None, outcome.refused
         if outcome.events:
-            # Not remembered: a repeat of one of its trajectories never gets here.
             state.groups.pop(key, None)
+            _remember(state.completed, key, GROUPS_REMEMBERED)
             state.counts.groups += 1
             state.counts.groups_dropped += any(getattr(event, "dropped_because", None) for event in outcome.events)
         elif outcome.state is not None:
             state.groups[key] = outcome.state
         return outcome.events
+
+
+def _remember(newest: dict[str, None], name: str, count: int) -> None:
+    newest[name] = None
+    if len(newest) > count:
+        del newest[next(iter(newest))]
 
 
 type Report = Callable[[int, PartitionState], None]

@@ -350,3 +350,18 @@ def test_a_partition_is_read_from_its_start_only(log: MemoryLog) -> None:
     state = rescore_partition(REPLAY, log, Rescoring(by), wanted, lambda partition, state: None, threading.Event())
     assert state is not None
     assert (state.counts.trajectories, state.offset) == (2, end.offset)
+
+
+def test_attempts_that_come_after_their_group_make_no_second_one(tmp_path: Path) -> None:
+    """A worker that was taken for dead ends its attempts later, after the members were filled by others."""
+    log = new_log(tmp_path)
+    for attempt in (1, 2):
+        for index, answer in enumerate(("7", "12")):
+            append(log, rollout(0, index, attempt=attempt, answer=answer, group_size=2))
+    Driver(log, hops((), "centred"), RUN_ID).run_until_caught_up()
+    assert len(on(log, TOPIC, RUN_ID)) == 4
+    assert len(on(log, "groups", RUN_ID)) == 1
+    states = rescored(log, judges())
+    (old,), (new,) = on(log, "groups", RUN_ID), on(log, "groups", REPLAY.run_id)
+    assert [member.attempt_id for member in new.members] == [member.attempt_id for member in old.members]
+    assert not any(state.groups for state in states.values())
