@@ -23,7 +23,7 @@ from replayground.schemas.run import Run
 from replayground.streams.hops.rewards_to_groups import GroupRewards, GroupState
 from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories
 from replayground.streams.log.protocol import Delivery, Log, Reader
-from replayground.streams.log.snapshots import newest_snapshot, snapshot
+from replayground.streams.log.snapshots import snapshot, snapshot_to_continue
 from replayground.streams.replay.selection import TOPIC, PartitionSelection
 from replayground.streams.rules.advantage import AdvantageKind
 from replayground.streams.rules.scoring import versions_of
@@ -31,7 +31,7 @@ from replayground.streams.rules.scoring import versions_of
 logger = structlog.get_logger()
 
 STATE_VERSION = "rescoring-1"
-"of PartitionState: a snapshot of another version is ignored"
+"of PartitionState: a replay with a snapshot of another version is not gone on with"
 ATTEMPTS_REMEMBERED = 2048
 """How many attempts of a partition are remembered. The stage that assembles trajectories may write one again after it was
 killed; it repeats what it wrote since its last commit, which are fewer."""
@@ -173,7 +173,7 @@ def rescore_partition(
     run: Run, log: Log, fold: Rescoring, wanted: PartitionRange, report: Report, stop: threading.Event
 ) -> PartitionState | None:
     """Judges one partition. Returns the last state, or None when `stop` was set. Waits while the log is unavailable.
-    Raises Fenced, LogBroken."""
+    Raises Fenced, LogBroken, and BadInput for a replay that another release began."""
     while not stop.is_set():
         try:
             return _PartitionWork(run, log, fold, wanted, report, stop).go()
@@ -195,7 +195,7 @@ class _PartitionWork:
         self._run = msgspec.structs.replace(run, program=f"replay-{self._partition}")
         # The transactional id before the snapshot: from here on no older process can write what this state lacks.
         self._transactor = log.transactor(f"replay-{run.run_id}-{self._partition}")
-        taken = newest_snapshot(log, self._run, STATE_VERSION)
+        taken = snapshot_to_continue(log, self._run, STATE_VERSION)
         self._state = PartitionState(wanted.start.offset)
         if taken is not None:
             self._state = msgspec.msgpack.decode(taken.state, type=PartitionState)

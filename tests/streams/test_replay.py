@@ -365,3 +365,18 @@ def test_attempts_that_come_after_their_group_make_no_second_one(tmp_path: Path)
     (old,), (new,) = on(log, "groups", RUN_ID), on(log, "groups", REPLAY.run_id)
     assert [member.attempt_id for member in new.members] == [member.attempt_id for member in old.members]
     assert not any(state.groups for state in states.values())
+
+
+def test_a_replay_of_another_release_is_not_begun_again(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots alone say what was written: a state that cannot be read must not count as none."""
+    rescored(log, judges())
+    before = len(on(log, "rewards", REPLAY.run_id))
+    monkeypatch.setattr("replayground.streams.replay.rescoring.STATE_VERSION", "rescoring-of-tomorrow")
+    with pytest.raises(BadInput, match="was begun by another release"):
+        rescored(log, judges())
+    cut_replay(REPLAY, log, 4, 1, lambda count: None, threading.Event())
+    batches = len(on(log, "batches", REPLAY.run_id))
+    monkeypatch.setattr("replayground.streams.replay.cutting.STATE_VERSION", "cutting-of-tomorrow")
+    with pytest.raises(BadInput, match="was begun by another release"):
+        cut_replay(REPLAY, log, 4, 1, lambda count: None, threading.Event())
+    assert (len(on(log, "rewards", REPLAY.run_id)), len(on(log, "batches", REPLAY.run_id))) == (before, batches)
