@@ -257,7 +257,7 @@ def test_a_judgement_of_another_scorer_set_is_refused_and_not_taken_for_a_repeat
     driven(log)
     (group,) = on(log, "groups")
     rewards: list[RewardAssigned] = on(log, "rewards")
-    judged_again = [
+    judged_again: list[Event] = [
         replace(reward, scorer_version="2", scorer_set="exact_match:2", meta=replace(reward.meta, id=f"again-{number}"))
         for number, reward in enumerate(rewards)
     ]
