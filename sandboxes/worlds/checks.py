@@ -2,8 +2,9 @@
 
 The results are stored with the attempt, so scorers can use them whenever it is judged again. Agents never see a check:
 it is part of the world, and nothing of it is in a sandbox before they have ended. It runs in a session of its own, after
-all processes of theirs, and of an earlier check, were ended. Not covered: a command that runs the agent's code (as tests do) lets that code decide
-how the command ends. For what an agent must not be able to fake, compare the output with what only the scorer knows.
+all processes of theirs, and of an earlier check, were ended. Not covered: a command that runs the agent's code (as tests
+do) lets that code decide how the command ends. For what an agent must not be able to fake, compare the output with what
+only the scorer knows.
 """
 
 from typing import Annotated, Any, Literal
