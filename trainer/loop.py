@@ -29,6 +29,7 @@ from replayground.schemas.blobs import Blobs, open_blobs
 from replayground.schemas.errors import BadInput, BlobDamaged, Fenced, LogBroken, LogUnavailable, ReplaygroundError
 from replayground.schemas.events import (
     BatchCut,
+    Event,
     Position,
     Probe,
     StepKind,
@@ -471,7 +472,7 @@ class _TrainingLoop:
         events = self.log.read_at([member.trajectory for member in batch.members])
         self.program_metrics.count("events_read", len(events))
         trains = self.run.job.trains
-        trajectories = [counting_only(event, trains) for event in events if isinstance(event, TrajectoryAssembled)]
+        trajectories = [counting_only(event, trains) for event in _named_by(batch, events)]
         read_seconds = time.monotonic() - began
         report = self.engine.grpo(
             GrpoBatch(
@@ -624,6 +625,19 @@ class _TrainingLoop:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             raise _Stopped
+
+
+def _named_by(batch: BatchCut, events: Sequence[Event]) -> Iterator[TrajectoryAssembled]:
+    """The trajectories at the addresses of a batch. Raises LogBroken when another one stands there, as on a topic that
+    was made anew: its tokens would be trained on with the reward of the one that is named."""
+    for member, event in zip(batch.members, events, strict=True):
+        if not isinstance(event, TrajectoryAssembled) or (event.meta.trajectory_id or "") != member.trajectory_id:
+            found = f"trajectory {event.meta.trajectory_id}" if isinstance(event, TrajectoryAssembled) else "none"
+            raise LogBroken(
+                f"batch {batch.index} names trajectory {member.trajectory_id} at {member.trajectory}, and {found} stands "
+                "there: topic trajectories was replaced; restore it, or start another run"
+            )
+        yield event
 
 
 def learning_rate_share(index: int, job_steps: int, settings: GrpoSettings) -> float:
