@@ -87,7 +87,7 @@ def ask(
     *,
     begin: VersionAddress | None = None,
     until: int | None = None,
-    selection: str = "",
+    selected: TrajectoriesSelected | None = None,
     is_followed: bool = False,
 ) -> RetrainRequest:
     """Resolves a request. Raises BadInput."""
@@ -112,13 +112,25 @@ def ask(
         raise BadInput(f"{source.run_id} has no batch to train on in that range: it has {there}")
     if until is not None and until > max(bases, default=0) + 1 and not is_followed:
         raise BadInput(f"--until {until}: the batches of {source.run_id} lead to version {max(bases) + 1}")
+    if selected is not None and not is_followed:
+        _require_members(wanted, selected)
     return RetrainRequest(
         source=source.run_id,
         weights_from=f"{begin.run_id}:{begin.version}",
         until=until,
-        selection=selection,
+        selection="" if selected is None else selected.meta.id,
         is_followed=is_followed,
     )
+
+
+def _require_members(batches: Sequence[BatchCut], selected: TrajectoriesSelected) -> None:
+    """Raises BadInput when no batch has a chosen member: a retraining without a step would look like one that is done."""
+    chosen = {(address.partition, address.offset) for address in addresses_of(selected)}
+    places = (member.trajectory for batch in batches for member in batch.members)
+    if not any((place.partition, place.offset) in chosen for place in places):
+        raise BadInput(
+            f"no member of these batches is in selection {selected.name}: choose among those of view batches"
+        )
 
 
 def _require_version(log: Log, address: VersionAddress) -> None:

@@ -63,7 +63,8 @@ def rescore(
 ) -> None:
     """Judge the trajectories of old runs again, as a run of its own with rewards, groups and batches.
 
-    The old rewards stay as they are. Without --scorer, tasks are judged by the scorers that they name, as the code is now.
+    The old rewards stay as they are. Without --scorer, tasks are judged by the scorers that they name,
+    with the job's code as it was when the run began and built-in ones as they are now; give changed code with --scorer.
     Times are local unless they name a zone. What is chosen is compared within its group, however few of it are left.
     Ctrl-C stops it, and `replayground resume` goes on with it. `replayground retrain` learns from the result.
 
@@ -163,8 +164,7 @@ def retrain(
             states = list_runs(log)
             origins = [states[name] for name in played_in(states, source.run_id)]
             selected, is_new = _selected(log, resolved, origins, where, selection)
-        chosen_id = "" if selected is None else selected.meta.id
-        request = retraining.ask(log, source, begin=first, until=until, selection=chosen_id, is_followed=follow)
+        request = retraining.ask(log, source, begin=first, until=until, selected=selected, is_followed=follow)
         state = retraining.start(log, folder, source, request, overrides, force, selected if is_new else None)
         echo(f"retraining as {state.run_id}, from {request.weights_from}")
         with shown_progress("training") as show:
@@ -206,6 +206,8 @@ def sft(
         raise BadInput("name the weights to begin with: --from RUN or --from RUN:VERSION")
     if not where and not selection:
         raise BadInput("say what to learn from: --where with a condition, or --selection")
+    if selection and run:
+        raise BadInput("--selection names trajectories already: leave out --run")
     overrides = _settings(setting or [])
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
         states = list_runs(log)
@@ -428,7 +430,11 @@ def _selected(
     if selection:
         if where:
             raise BadInput("--selection names trajectories already: leave out --where and the like")
-        return find_selection(log, selection), False
+        found, wanted = find_selection(log, selection), {state.run_id for state in sources}
+        # An older one that names no runs is of all.
+        if found.runs and wanted.isdisjoint(found.runs):
+            raise BadInput(f"selection {found.name} has trajectories of {', '.join(found.runs)} alone")
+        return found, False
     return find(log, resolved, Choice(sources, where), f"selection-{new_id()[:13]}", THE_FIELD), True
 
 

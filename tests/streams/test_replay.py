@@ -341,6 +341,18 @@ def test_the_comparison_counts_what_changed(log: MemoryLog) -> None:
     assert total.groups_reordered == 0, "8 rose to 7, and nothing that was better became worse"
 
 
+def test_an_attempt_whose_rewards_were_cut_short_and_written_again_is_compared_once(tmp_path: Path) -> None:
+    log = new_log(tmp_path)
+    for index in range(2):
+        append(log, rollout(0, index, group_size=2))
+    Driver(log, hops((), "centred"), RUN_ID).run_until_caught_up()
+    one, two = (replace(event, scorers=["a", "b"]) for event in on(log, "rewards", RUN_ID))
+    assert one.trajectory.offset < two.trajectory.offset
+    a, b = ([replace(event, scorer=name) for event in (one, two)] for name in ("a", "b"))
+    killed_between = [a[0], b[0], a[1], a[0], b[0], a[1], b[1]]
+    assert [found.offset for found in judgements(killed_between)] == [one.trajectory.offset, two.trajectory.offset]
+
+
 def test_an_attempt_that_a_judge_has_not_judged_is_not_compared(log: MemoryLog) -> None:
     judged_once = [reward for reward in rewards_of(log, RUN_ID, 0) if reward.verdict == "scored"]
     whole = [replace(reward, scorers=["exact_match", "polite"]) for reward in judged_once]
