@@ -94,7 +94,7 @@ def ask(
     if source.kind not in ("practise", "replay", "retrain"):
         raise BadInput(f"{source.run_id} is of kind {source.kind}: it has no batches to train on")
     begin = begin or first_weights_of(log, source)
-    _require_version(log, begin)
+    require_version(log, begin)
     if until is not None and until <= begin.version:
         raise BadInput(
             f"--until {until}: it begins with version {begin.version}, so the first one that it can make is the next"
@@ -133,7 +133,7 @@ def _require_members(batches: Sequence[BatchCut], selected: TrajectoriesSelected
         )
 
 
-def _require_version(log: Log, address: VersionAddress) -> None:
+def require_version(log: Log, address: VersionAddress) -> None:
     """Raises BadInput when a version is not on the log."""
     if weights_at(log, address) is None:
         raise BadInput(
@@ -170,6 +170,11 @@ def first_weights_of(log: Log, source: RunState) -> VersionAddress:
         return version_address(told)
     job = job_of(source)
     return job.copied_version or VersionAddress(run_id=source.run_id, version=job.first_version)
+
+
+def weights_run_of(log: Log, source: RunState) -> str:
+    """The run whose versions a bare number means: a replay has none of its own. Raises BadInput."""
+    return first_weights_of(log, source).run_id if source.kind == "replay" else source.run_id
 
 
 def start(
@@ -366,7 +371,7 @@ def ask_sft(
 ) -> SftRequest:
     """Resolves a request for SFT. Raises BadInput, also for trajectories of another tokenizer: their ids are other words."""
     version = weights_at(log, begin)
-    _require_version(log, begin)
+    require_version(log, begin)
     assert version is not None, "it is on the log"
     expected = _template_of(field_config, version)
     try:

@@ -77,7 +77,7 @@ def rescore(
     from replayground.deploy.run_lifecycle import log_of
     from replayground.deploy.runs import find_run, list_runs
 
-    chosen = parse_scorers(scorer or [])
+    workers, chosen = _workers(processes), parse_scorers(scorer or [])
     condition = _condition(where, failed_only, since, until)
     if follow and (condition or selection or dry_run):
         raise BadInput(
@@ -98,7 +98,7 @@ def rescore(
         state = start(log, folder, resolved, asked)
         echo(f"rescoring as {state.run_id}")
         with shown_progress("judging") as show:
-            done = go_on(log, folder, resolved, state, processes or os.cpu_count() or 1, show)
+            done = go_on(log, folder, resolved, state, workers, show)
         if done is None:
             _stopped(state.run_id)
         _report(done, is_dry=False)
@@ -144,26 +144,29 @@ def retrain(
     from replayground.deploy.runs import find_run, list_runs
     from replayground.streams.rules.lineage import played_in
 
-    chosen = parse_scorers(scorer or [])
+    workers, chosen = _workers(processes), parse_scorers(scorer or [])
     overrides = _settings(setting or [])
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
         source = find_run(list_runs(log).values(), run)
         retraining.require_settings(source, overrides)
-        if scorer:
-            asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
-            source = rescoring.start(log, folder, resolved, asked)
-            echo(f"rescoring as {source.run_id}")
-            with shown_progress("judging") as show:
-                done = rescoring.go_on(log, folder, resolved, source, processes or os.cpu_count() or 1, show)
-            if done is None:
-                _stopped(source.run_id)
-            _report(done, is_dry=False)
-        first = _version(begin, list_runs(log).values(), source.run_id)
+        # All that can be wrong, before the rescoring writes anything.
+        first = _version(begin, list_runs(log).values(), retraining.weights_run_of(log, source))
+        if first is not None:
+            retraining.require_version(log, first)
         selected, is_new = None, False
         if where or selection:
             states = list_runs(log)
             origins = [states[name] for name in played_in(states, source.run_id)]
             selected, is_new = _selected(log, resolved, origins, where, selection)
+        if scorer:
+            asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
+            source = rescoring.start(log, folder, resolved, asked)
+            echo(f"rescoring as {source.run_id}")
+            with shown_progress("judging") as show:
+                done = rescoring.go_on(log, folder, resolved, source, workers, show)
+            if done is None:
+                _stopped(source.run_id)
+            _report(done, is_dry=False)
         request = retraining.ask(log, source, begin=first, until=until, selected=selected, is_followed=follow)
         state = retraining.start(log, folder, source, request, overrides, force, selected if is_new else None)
         echo(f"retraining as {state.run_id}, from {request.weights_from}")
@@ -328,6 +331,14 @@ def resume(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState")
 def _stopped(run_id: str) -> NoReturn:
     echo(f"stopped; `replayground resume {run_id}` continues it")
     raise typer.Exit(130)
+
+
+def _workers(processes: int) -> int:
+    """How many processes are meant. Raises BadInput."""
+    # With none of them a replay would be done at once, and nothing judged.
+    if processes < 0:
+        raise BadInput(f"--processes {processes}: give how many, or 0 for one for each core")
+    return processes or os.cpu_count() or 1
 
 
 def _settings(given: list[str]) -> dict[str, object]:
