@@ -117,7 +117,8 @@ def ask(
     return RetrainRequest(
         source=source.run_id,
         weights_from=f"{begin.run_id}:{begin.version}",
-        until=until,
+        # What an active source cuts from now on is not wanted: the trainer would wait for steps that it must not take.
+        until=until if is_followed or until is not None else max(bases) + 1,
         selection="" if selected is None else selected.meta.id,
         is_followed=is_followed,
     )
