@@ -20,7 +20,7 @@ from bench.plots import FOLDER
 from bench.rounds import Figure
 
 SUBJECTS = ("log", "rollouts", "sandboxes", "endless", "shared", "traces", "replay")
-_PAGE = Path(__file__).parent.parent / "docs" / "bench.md"
+PAGE = Path(__file__).parent.parent / "docs" / "bench.md"
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
         for subject in arguments.subjects or SUBJECTS
     }
     if not arguments.quick:
-        _PAGE.write_text(page_with(_PAGE.read_text(), figures, datetime.now(UTC)))
+        PAGE.write_text(page_with(PAGE.read_text(), figures, datetime.now(UTC)))
     print(summary(figures))
     return 0
 
@@ -55,14 +55,16 @@ def summary(figures: dict[str, dict[str, Figure]]) -> str:
     return json.dumps({name: found.median for name, found in named} | {"ranges": ranges})
 
 
-def page_with(page: str, figures: dict[str, dict[str, Figure]], now: datetime) -> str:
-    """The page with these figures. Rows of subjects that were not measured stay as they are."""
+def page_with(page: str, figures: dict[str, dict[str, Figure]], now: datetime, keeps: bool = False) -> str:
+    """The page with these figures. Rows of subjects that were not measured stay as they are; with `keeps`, figures that
+    were not measured do, too."""
     rows: dict[str, list[str]] = defaultdict(list)
     for line in page.splitlines():
-        if line.startswith(tuple(f"| {subject} |" for subject in SUBJECTS if subject not in figures)):
-            rows[line.split(" ")[1]].append(line)
+        subject, name = [*line.split(" "), "", "", "", ""][1:4:2]
+        if subject in SUBJECTS and (subject not in figures or (keeps and name not in figures[subject])):
+            rows[subject].append(line)
     for subject, found in figures.items():
-        rows[subject] = [f"| {subject} | {name} | {value} | {now:%Y-%m-%d} |" for name, value in found.items()]
+        rows[subject] += [f"| {subject} | {name} | {value} | {now:%Y-%m-%d} |" for name, value in found.items()]
     return "\n".join(
         [
             "# Measured by `make bench`",
