@@ -12,9 +12,9 @@ views_…             every view of SQL about one run (its first hundred rows, a
 stored_to_log       bytes on disk of an event, merged, beside those of its message on the log (compressed, as produced)
 """
 
-import argparse
 import io
 import itertools
+import os
 import sys
 import tempfile
 import threading
@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ import msgspec
 from clickhouse_connect.driver.client import Client
 from confluent_kafka import Consumer, TopicPartition
 
-from bench.__main__ import PAGE, page_with, summary
 from bench.plots import write_plot
 from bench.rounds import Figure, figure
 from replayground.consumers.clickhouse import queries
@@ -76,46 +74,38 @@ _COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#
 def measure(quick: bool) -> dict[str, Figure]:
     """Limits: sink_to_bare at least 0.7, visible_seconds at most 2, views at 10^6 events at most 300 ms, and growth of
     those of one run from 10^6 to 10^7 at most 2."""
+    figures: dict[str, Figure] = {}
+    for name in ("sink", "visible", "views"):
+        figures |= PARTS[name](quick)
+    return figures
+
+
+def _of_sink(quick: bool) -> dict[str, Figure]:
+    with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, _log(Path(folder)) as (addresses, log):
+        events = _fill(log, steps=100 if quick else 400)
+        return _sink(addresses, log, f"chdb://{folder}/store", events, rounds=1 if quick else 5)
+
+
+def _of_visible(quick: bool) -> dict[str, Figure]:
+    with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, _log(Path(folder)) as (_, log):
+        return _visible(log, f"chdb://{folder}/store", seconds=5 if quick else 20)
+
+
+def _of_views(sizes: Sequence[int], rounds: int, quick: bool) -> dict[str, Figure]:
+    # In a folder that stays when TRACES_BENCH_FOLDER names one: a part that was interrupted, or a larger one, goes on.
+    kept = os.environ.get("TRACES_BENCH_FOLDER")
     with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder:
-        sizes = (20_000, 100_000) if quick else (100_000, 1_000_000)
-        figures = _of_sink(Path(folder), 1 if quick else 5, steps=100 if quick else 400)
-        figures |= _of_visible(Path(folder), seconds=5 if quick else 20)
-        return figures | views(Path(folder), sizes, rounds=5 if quick else 20)
+        return views(Path(kept or folder), (20_000, 100_000) if quick else sizes, 5 if quick else rounds)
 
 
-def main() -> int:
-    """One part, at sizes of one's own: `python -m bench.traces views --sizes 100000 1000000 10000000 --folder /big/disk`."""
-    parser = argparse.ArgumentParser(prog="python -m bench.traces", description=main.__doc__)
-    parser.add_argument("part", choices=("sink", "visible", "views"))
-    parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000], help="views: events in the store")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=int, default=20, help="visible: how long events are produced")
-    parser.add_argument("--folder", type=Path, help="kept; the store of an earlier call is grown, not filled again")
-    parser.add_argument("--write", action="store_true", help="into docs/bench.md, beside the figures of other parts")
-    asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="replayground-bench-") as temporary:
-        folder = asked.folder or Path(temporary)
-        match asked.part:
-            case "sink":
-                figures = _of_sink(folder, asked.rounds, steps=400)
-            case "visible":
-                figures = _of_visible(folder, asked.seconds)
-            case _:
-                figures = views(folder, asked.sizes, asked.rounds)
-    if asked.write:
-        PAGE.write_text(page_with(PAGE.read_text(), {"traces": figures}, datetime.now(UTC), keeps=True))
-    print(summary({"traces": figures}))
-    return 0
-
-
-def _of_sink(folder: Path, rounds: int, steps: int) -> dict[str, Figure]:
-    with _log(folder / "sink") as (addresses, log):
-        return _sink(addresses, log, f"chdb://{folder}/sink-store", _fill(log, steps), rounds)
-
-
-def _of_visible(folder: Path, seconds: int) -> dict[str, Figure]:
-    with _log(folder / "visible") as (_, log):
-        return _visible(log, f"chdb://{folder}/visible-store", seconds)
+PARTS: dict[str, Callable[[bool], dict[str, Figure]]] = {
+    "sink": _of_sink,
+    "visible": _of_visible,
+    "views": partial(_of_views, (100_000, 1_000_000), 20),
+    # Ten minutes and more: not part of `measure`.
+    "views_10m": partial(_of_views, (1_000_000, 10_000_000), 10),
+}
+"each can be measured alone: `python -m bench traces:sink`"
 
 
 # --- writing
@@ -480,7 +470,3 @@ def _log(folder: Path) -> Iterator[tuple[LogAddresses, KafkaLog]]:
         finally:
             log.close()
             codec.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
