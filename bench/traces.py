@@ -6,7 +6,7 @@ sink_to_bare        the traces program's writer beside the bare parts: confluent
                     the threads of ClickHouse and the consumer, so that waiting for a batch counts for neither
 visible_seconds     from the time of an event until a query of the store returns it, at 1,000 events a second
 views_…             every view of SQL about one run (its first hundred rows, and all of them counted), and every view of the
-                    page as whole HTML with nothing in its caches, in a store of 10^5, 10^6 (and 10^7) events of runs alike:
+                    page as whole HTML, as after new rows of the run, in a store of 10^5, 10^6 (and 10^7) events of runs alike:
                     95th percentile over rounds of the slowest, and how the one that grows most grows. Processor
                     milliseconds, with one thread for a question: what it takes on a core that is free; and elapsed
 stored_to_log       bytes on disk of an event, merged, beside those of its message on the log (compressed, as produced)
@@ -390,8 +390,9 @@ def _questions(store: Store) -> dict[str, _Question]:
         for told, sql in (("", f"SELECT * FROM {name}"), (" whole", f"SELECT count() FROM {name}")):
             statement = f"{sql} WHERE run_id = '{_RUN}' LIMIT 100"
             questions[f"{name}{told}"] = _Question(partial(store.ask, statement))
+    traces = Traces(store, TracesSettings(), None)
     for path, query in _pages(store).items():
-        questions[f"page {path}"] = _Question(partial(_page, store, path, query), of_one_run="run" in query)
+        questions[f"page {path}"] = _Question(partial(_page, traces, path, query), of_one_run="run" in query)
     return questions
 
 
@@ -422,9 +423,14 @@ def _pages(store: Store) -> dict[str, dict[str, list[str]]]:
     return {path: more.get(path, run) for path in PAGES}
 
 
-def _page(store: Store, path: str, query: dict[str, list[str]]) -> None:
-    """The whole HTML, without anything that an earlier look has left in memory."""
-    traces = Traces(store, TracesSettings(), None)
+def _page(traces: Traces, path: str, query: dict[str, list[str]]) -> None:
+    """The whole HTML, as after new rows of the run: nothing that was asked about it is known any more."""
+    kept = traces.answers._kept
+    # New rows of a run are no new runs, and what the list says of the others stays.
+    for key in [key for key in kept if key[0] != queries.RUN_FACTS]:
+        del kept[key]
+    traces._seen.clear()
+    traces._runs._figures.pop(_RUN, None)
     response = routes._page(ViewRequest(traces, path, query), PAGES[path], "bench")
     assert response.status_code == 200, bytes(response.body).decode()[-2000:]
 
