@@ -4,7 +4,8 @@ sink_to_bare        the traces program's writer beside the bare parts: confluent
                     clickhouse-connect inserts of the same rows into the same tables, in batches of the same size. Both read
                     the same broker in every round, into a database of their own. Processor seconds of the process, with
                     the threads of ClickHouse and the consumer, so that waiting for a batch counts for neither
-visible_seconds     from the time of an event until a query of the store returns it, at 1,000 events a second
+visible_seconds     from the time of an event until a query of the store returns it, at 1,000 events a second; and until the
+                    page over HTTP has it, looked at once a second as a live view does
 views_…             every view of SQL about one run (its first hundred rows, and all of them counted), and every view of the
                     page as whole HTML, as after new rows of the run, in a store of 10^5, 10^6 (and 10^7) events of runs alike:
                     95th percentile over rounds of the slowest, and how the one that grows most grows. Processor
@@ -15,10 +16,15 @@ stored_to_log       bytes on disk of an event, merged, beside those of its messa
 import io
 import itertools
 import os
+import random
+import socket
 import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,13 +49,14 @@ from replayground.consumers.config import TracesSettings
 from replayground.consumers.dashboard import addresses, routes
 from replayground.consumers.dashboard.request import ViewRequest
 from replayground.consumers.dashboard.routes import VIEWS as PAGES
-from replayground.consumers.dashboard.web import Traces
+from replayground.consumers.dashboard.web import LogSource, Traces, WebServer
 from replayground.consumers.events_to_clickhouse import TraceWriter
+from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.reports.svg import Line
 from replayground.deploy.local.stack import LogAddresses, local_log
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
-from replayground.schemas.events import Address
+from replayground.schemas.events import Address, Event, RolloutStarted
 from replayground.schemas.ids import now_microseconds
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.registry import ConfluentRegistry
@@ -282,34 +289,101 @@ def _sizes(store: Store, log: KafkaLog, events: int) -> dict[str, Figure]:
 
 
 def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
-    """Seconds until an event can be queried, at a thousand a second."""
+    """Seconds until an event can be queried, and until it is on the page, at a thousand a second."""
     store = Store(dsn, "visible", threads=1)
     writer, stop = TraceWriter(log, store, FIELD_RUN, TracesSettings(), ProgramMetrics()), threading.Event()
+    lag = LagWatch(log, ProgramMetrics())
+    settings = TracesSettings(port=_free_port())
+    web = WebServer(store, settings, LogSource(log, lag, writer))
     thread = threading.Thread(target=writer.write_until, args=(stop,))
     thread.start()
+    lag.start()
+    web.start()
     while not writer.await_caught_up(60.0):
         pass
-    events = SyntheticRun(run_of(steps=10_000, demonstrations=0, run_id="visible"), 20).events()
+    look = _Look(f"http://127.0.0.1:{settings.port}")
+    look.start()
     waits: list[float] = []
     began = time.perf_counter()
+    events = SyntheticRun(run_of(steps=10_000, demonstrations=0, run_id=_VISIBLE), 20).events()
     appended = 0
     while (elapsed := time.perf_counter() - began) < seconds:
         while appended < elapsed * 1000:
             event = next(events)
             meta = msgspec.structs.replace(event.meta, timestamp=now_microseconds())
             log.append(msgspec.structs.replace(event, meta=meta))
+            look.offer(event)
             appended += 1
-        asked = "SELECT max(timestamp) FROM events WHERE run_id = 'visible'"
+        asked = f"SELECT max(timestamp) FROM events WHERE run_id = '{_VISIBLE}'"
         if newest := store.ask(asked).rows[0][0]:
             waits.append((now_microseconds() - newest) / 1e6)
         time.sleep(0.1)
     log.flush()
+    look.stop()
     stop.set()
     thread.join()
+    web.stop()
+    lag.stop()
     store.close()
-    waits.sort()
-    print(f"  {appended:,} events in {seconds} s", file=sys.stderr, flush=True)
-    return {"visible_seconds_p95": figure([waits[int(len(waits) * 0.95)]])}
+    print(f"  {appended:,} events in {seconds} s, {len(look.waits)} looks at the page", file=sys.stderr, flush=True)
+    return {
+        "visible_seconds_p95": figure([_percentile(waits)]),
+        "visible_on_page_seconds_p95": figure([_percentile(look.waits)]),
+    }
+
+
+_VISIBLE = "visible"
+_LOOK_SECONDS = 1.0
+"how often a live view of the page asks again"
+
+
+class _Look(threading.Thread):
+    """A browser with a live view open: from the time of a RolloutStarted until the page of its trajectory is there."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.waits: list[float] = []
+        self._url = url
+        self._newest: tuple[float, str] | None = None
+        self._ended = threading.Event()
+        self._chance = random.Random(0)
+
+    def offer(self, event: Event) -> None:
+        if isinstance(event, RolloutStarted):
+            self._newest = time.perf_counter(), event.meta.trajectory_id or ""
+
+    def run(self) -> None:
+        while not self._ended.wait(0.01):
+            if self._newest is None:
+                continue
+            (began, trajectory), self._newest = self._newest, None
+            # The event arrives at any moment between two looks.
+            time.sleep(self._chance.random() * _LOOK_SECONDS)
+            while not self._is_there(trajectory) and not self._ended.wait(_LOOK_SECONDS):
+                pass
+            if not self._ended.is_set():
+                self.waits.append(time.perf_counter() - began)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()
+
+    def _is_there(self, trajectory: str) -> bool:
+        query = urllib.parse.urlencode({"run": _VISIBLE, "id": trajectory})
+        try:
+            with urllib.request.urlopen(f"{self._url}{addresses.TRAJECTORY}?{query}", timeout=30) as response:
+                return bool(response.read())
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code != 404:
+                raise
+            return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 # --- reading

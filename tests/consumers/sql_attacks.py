@@ -91,7 +91,7 @@ ELSEWHERE = (
     "SELECT * FROM merge('system', 'one')",
     "SELECT * FROM cluster('default', system.one)",
     "SELECT * FROM information_schema.tables",
-    "SELECT * FROM dictionary('d')",
+    "SELECT * FROM dictionary('nothing')",
     "SELECT dictGet('d', 'a', 1)",
     "SELECT joinGet('t', 'a', 1)",
     "SELECT sleep(1)",
@@ -160,7 +160,6 @@ DICTIONARIES = (
     "CREATE DICTIONARY d3 (k UInt64, v String) PRIMARY KEY k SOURCE(MYSQL(HOST '127.0.0.1' PORT {port} USER "
     "'u' PASSWORD 'p' DB 'd' TABLE 't')) LIFETIME(1) LAYOUT(FLAT()); SELECT dictGet('d3', 'v', 1)",
     "SELECT dictGetOrNull('d', 'v', 1)",
-    "SYSTEM RELOAD DICTIONARIES",
 )
 "sources that are read in the background"
 

@@ -129,8 +129,9 @@ def test_the_checksum_is_castagnolis() -> None:
 def test_tensorboard_finds_every_figure() -> None:
     first, *events = [decoded("Event", record) for record in tf_records(tensorboard_file(POINTS))]
     assert first.file_version == "brain.Event:2"
-    found = [(e.step, e.wall_time, {v.tag: pytest.approx(v.simple_value) for v in e.summary.value}) for e in events]
-    assert found == [(point.step, point.at_seconds, point.figures) for point in POINTS]
+    assert [(e.step, e.wall_time) for e in events] == [(point.step, point.at_seconds) for point in POINTS]
+    for event, point in zip(events, POINTS, strict=True):
+        assert {v.tag: v.simple_value for v in event.summary.value} == pytest.approx(dict(point.figures))
 
 
 def test_wandb_finds_every_figure_across_blocks() -> None:
@@ -142,7 +143,7 @@ def test_wandb_finds_every_figure_across_blocks() -> None:
     history = [{item.key: json.loads(item.value_json) for item in r.history.item} for r in records[: len(POINTS)]]
     assert [r.history.step.num for r in records[: len(POINTS)]] == [point.step for point in POINTS]
     for shown, point in zip(history, POINTS, strict=True):
-        assert shown == point.figures | {
+        assert shown == dict(point.figures) | {
             "_step": point.step,
             "_timestamp": point.at_seconds,
             "_runtime": point.at_seconds - POINTS[0].at_seconds,
