@@ -63,14 +63,17 @@ class TorchEngine:
         ready = time.monotonic()
         figures = fine_tune(model, episodes, self._settings.sft, self._seed, progress)
         # Not len(episodes): the trajectory of a team has several.
-        learned = len({episode.trajectory_id for episode in episodes})
+        learned = {episode.trajectory_id for episode in episodes}
+        # A teacher samples no ids of ours: its text was tokenised once, when it was played, and has no log-probabilities.
+        tokenised = {event.meta.trajectory_id for event in demonstrations if not event.logprobs} & learned
         metrics = {
             "loss": figures.loss_last,
             "loss_first": figures.loss_first,
             "steps": float(figures.steps),
             "tokens": float(figures.tokens),
-            "trajectories": float(learned),
-            "trajectories_refused": float(len(demonstrations) - learned),
+            "trajectories": float(len(learned)),
+            "trajectories_tokenised": float(len(tokenised)),
+            "trajectories_refused": float(len(demonstrations) - len(learned)),
         }
         if figures.copy_accuracy is not None:
             metrics |= {"copy_accuracy": figures.copy_accuracy, "check_rounds": float(figures.check_rounds)}
