@@ -216,7 +216,7 @@ FAILING_SCORERS: list[tuple[str, Callable[[], Any]]] = [
     ("returned NoneType", lambda: None),
     ("nan is not a number", lambda: Score(score=float("nan"))),
     ("inf is not a number", lambda: Score(score=0.0, parts={"part": float("inf")})),
-    ("could not convert", lambda: Score(score=cast(float, "much"))),
+    ("is not a number", lambda: Score(score=cast(float, "much"))),
     ("surrogates not allowed", lambda: Score(score=0.0, evidence="\ud800")),
     ("so it says", lambda: Score(score=0.0, excluded_because="so it says")),
 ]

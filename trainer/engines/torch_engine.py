@@ -8,7 +8,6 @@ import numpy
 import structlog
 import torch
 from msgspec.structs import replace
-from safetensors.torch import save_file
 
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import TrajectoryAssembled, WeightsKind
@@ -22,7 +21,7 @@ from replayground.trainer.engines.lora import ADAPTER, ADAPTER_CONFIG, Adapters,
 from replayground.trainer.engines.protocol import GrpoBatch, Model, Progress, StepReport
 from replayground.trainer.sft import demonstrations_of, fine_tune
 from replayground.trainer.step import take_step
-from replayground.trainer.weights_file import StoredTensors
+from replayground.trainer.weights_file import StoredTensors, write_tensors
 
 _logger = structlog.get_logger(__name__)
 
@@ -112,8 +111,7 @@ class TorchEngine:
         model, _ = self._ready()
         if self._adapters is not None:
             return {**self._static, **write_adapters(self._adapters, self._settings.lora, folder)}
-        weights = {name: tensor.detach().contiguous() for name, tensor in model.parameters.items()}
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(model.parameters, folder / WEIGHTS)
         return {**self._static, WEIGHTS: folder / WEIGHTS}
 
     def checkpoint(self, folder: Path) -> dict[str, Path]:
