@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from replayground.schemas.events import (
     AgentMessaged,
+    AlertChanged,
     AttemptEnded,
     BatchCut,
     ControlIssued,
@@ -17,6 +18,11 @@ from replayground.schemas.events import (
     EventRejected,
     GroupCompleted,
     JudgementMade,
+    OperatorActed,
+    QuerySaved,
+    RedriveRequested,
+    ReplayRequested,
+    RequestReported,
     RewardAssigned,
     RolloutEnded,
     RolloutRequested,
@@ -190,13 +196,20 @@ ACCESS: tuple[Access, ...] = (
         # Without the group too: to compare the trace store with the log.
         reads=_EVERY_TOPIC,
         consumes=dict.fromkeys(_EVERY_TOPIC, "traces"),
-        writes=(EventRejected,),
+        # What people decide on the page, in their name (decision 0033), and what became of their alerts.
+        writes=(
+            *(EventRejected, VerdictGiven, QuerySaved, AlertChanged, ReplayRequested, RedriveRequested),
+            OperatorActed,
+        ),
         of_field=True,
     ),
     Access(
         OPERATOR,
         reads=_EVERY_TOPIC,
-        writes=(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued, VerdictGiven),
+        writes=(
+            *(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued, VerdictGiven),
+            *(RequestReported, OperatorActed),
+        ),
         of_field=True,
         makes_topics=True,
         # Redriving a dead letter writes it to its original topic, whichever that is.

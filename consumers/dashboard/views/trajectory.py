@@ -42,7 +42,7 @@ def view(request: ViewRequest) -> ViewContent:
     messages = messages_of(request.store, found, first)
     body = [
         _facts(request, run, found),
-        card("Timeline", _timeline(found, messages), _pages(request, run, found, first), name="timeline"),
+        card("Timeline", timeline(found, messages), _pages(request, run, found, first), name="timeline"),
         card("Rewards", _rewards(found, rewards_of(request.store, run, found)), name="rewards"),
     ]
     is_live = run.is_active and not found.attempt["ended_by"]
@@ -137,7 +137,8 @@ def _pages(request: ViewRequest, run: RunState, found: FoundTrajectory, first: i
     )
 
 
-def _timeline(found: FoundTrajectory, messages: Sequence[Mapping[str, Any]]) -> Element:
+def timeline(found: FoundTrajectory, messages: Sequence[Mapping[str, Any]]) -> Element:
+    """Messages of an attempt, one below the other."""
     if not messages:
         return empty("No message of this stretch is in the store.")
     return el("div", {"class": "timeline"}, [_message(found, message) for message in messages])
