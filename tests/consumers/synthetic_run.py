@@ -544,7 +544,16 @@ class SyntheticRun:
 
     def _heartbeats(self, step: int, version: int) -> Iterator[Event]:
         for role, figures in (
-            ("rollouts", {"running": 32.0, "busy_seconds": 9.0 * step, "memory_bytes_peak": 2e8, "memory_bytes": 1e8}),
+            (
+                "rollouts",
+                {
+                    "running": 32.0,
+                    "sandboxes": 3.0 + step % 4,
+                    "busy_seconds": 9.0 * step,
+                    "memory_bytes_peak": 2e8,
+                    "memory_bytes": 1e8,
+                },
+            ),
             (
                 "trainer",
                 {"progress": 1.0, "busy_seconds": 1.0 * step, "memory_bytes_peak": 9e8, "version": float(version)},
