@@ -101,8 +101,13 @@ def step_line(overview: Overview) -> str:
             f"version {_whole(overview.version_published)} served {served}",
             f"lag {sum(overview.lag.values())}",
             f"rejects {overview.rejects}",
+            *([infra_error_alarm(overview)] if overview.infra_error_alarm is not None else []),
         )
     )
+
+
+def infra_error_alarm(overview: Overview) -> str:
+    return f"infra errors rise: {overview.infra_error_alarm:.0%} of the newest version's rollouts"
 
 
 class TerminalView:
@@ -164,6 +169,8 @@ def _figures(overview: Overview) -> Table:
     table.add_row("mean reward", _figure(overview.reward_mean), "rollouts running", str(overview.rollouts_running))
     table.add_row("held-out pass@1", held_out, "rejects", str(overview.rejects))
     served = ", ".join(f"{name.rpartition('/')[2]}: {_whole(v)}" for name, v in overview.version_by_server.items())
+    if overview.infra_error_alarm is not None:
+        table.add_row("alarm", Text(infra_error_alarm(overview), style="red"))
     table.add_row("version published", _whole(overview.version_published), "served", served or "-")
     return table
 

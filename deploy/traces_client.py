@@ -46,6 +46,7 @@ class Overview(Struct, frozen=True, kw_only=True):
     version_published: int | None = None
     version_by_server: dict[str, int | None] = {}
     rejects: int = 0
+    infra_error_alarm: float | None = None
     demonstrations: int = 0
     demonstrations_target: int = 0
     sft_progress: float = 0.0

@@ -36,6 +36,11 @@ class InfraErrorShares:
         """The share of the newest version that was played."""
         return self._share(max(self._played)) if self._played else 0.0
 
+    @property
+    def is_rising(self) -> bool:
+        """Whether there was an alarm for the newest version that was played."""
+        return bool(self._played) and max(self._played) in self._alarmed
+
     def _alarm(self, version: int) -> str | None:
         share, before = self._share(version), self._share_before(version)
         is_rising = share > _SHARE_MIN and share > _RISE_MIN * before and self._failed[version] >= _ERRORS_MIN

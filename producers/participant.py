@@ -116,19 +116,26 @@ class Participant:
     def open(self, prompt: str) -> list[int]:
         """Begins its first context with the system prompt and this; returns the ids. Raises BadInput when the chat
         format cannot render it."""
-        self.messages = [Message("system", self.system_prompt), Message("user", prompt)]
+        self.messages = self._first_messages(prompt)
         self._begin_context(self.rollout.chat.open_context(self.messages, self._listed_tools))
         return self.tokens
 
+    def _first_messages(self, prompt: str) -> list[Message]:
+        return [Message("system", self.system_prompt), Message("user", prompt)]
+
     def receive(self, agent_message: AgentMessage, text: str, role: Literal["user", "tool"] = "user") -> None:
         """Appends a message of another agent, rendered as `text`, to its context and emits AgentMessaged. Raises
-        AgentStopped when it does not fit."""
+        AgentStopped when it does not fit, BadInput when no message could be read."""
         is_first = not self.is_open
         if is_first:
-            extension = Extension(self.open(text), "an agent was spoken to for the first time")
-            fits = len(self.tokens) < self.sampling.tokens_max
-        else:
-            extension, fits = self._read(Message(role, text))
+            # The agent's own prompt, with a message that nobody chose: if that cannot be rendered, no agent is to blame.
+            self.rollout.chat.open_context(self._first_messages("work"), self._listed_tools)
+        with _caused_by_agent("what another agent wrote to it cannot be read"):
+            if is_first:
+                extension = Extension(self.open(text), "an agent was spoken to for the first time")
+                fits = len(self.tokens) < self.sampling.tokens_max
+            else:
+                extension, fits = self._read(Message(role, text))
         if role == "tool" and fits:
             self._remember(text)
         # A first context has begun even if no turn fits after it: its number is used up, so the event must carry it.

@@ -11,9 +11,11 @@ versions and never go into GRPO.
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -30,6 +32,7 @@ _NO_LOGPROB = -9999.0
 _REST_SECONDS = 1.0
 "How long a server that failed is tried last; doubles with each further failure."
 _REST_SECONDS_MAX = 30.0
+_ANSWERS_KEPT = 4096
 
 
 class PolicyFailed(Exception):
@@ -39,6 +42,11 @@ class PolicyFailed(Exception):
 class RequestRefused(PolicyFailed):
     """A server that answers others refuses this request as it is: its context is too long, say. After the first turn the
     context is what the agent made of it."""
+
+
+class TurnTooLong(PolicyFailed):
+    """A server that went on answering others did not finish this turn in time. After the first turn that is the agent's
+    doing: it could otherwise have any bad attempt repeated by a turn without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,18 @@ class _Server:
     resting_until: float = 0.0
     version: int | None = None
     "the weight version that sampled its last turn"
+    answered: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_ANSWERS_KEPT))
+    "when each of its latest turns was asked for, and when it came"
+
+    def has_sampled(self, asked: float, now: float) -> bool:
+        """Whether a turn without an answer has been sampled for at least half of its time, as far as the others tell: by
+        then one that was asked for later had come, since turns are begun in order, and the server has not paused since."""
+        overtaken_by = now - (now - asked) / 2
+        first = min((came for later, came in self.answered if later >= asked and came <= overtaken_by), default=None)
+        if first is None:
+            return False
+        seen = sorted(came for _, came in self.answered if came >= first)
+        return all(after - before <= (now - asked) / 4 for before, after in pairwise([*seen, now]))
 
 
 class _Servers:
@@ -208,6 +228,7 @@ class _Servers:
         assert self._session is not None, "use `async with`"
         # Counted before the await: turns that start together must see each other's load.
         server.running += 1
+        asked = time.monotonic()
         try:
             async with self._session.post(server.url + path, data=body, headers=headers) as response:
                 # Read whole before anything is used: a response that breaks off raises ClientError.
@@ -218,8 +239,14 @@ class _Servers:
                     raise kind(f"{server.url}: {_complaint(response.status, answer)}")
                 if response.status != 200:
                     raise _ServerFailed(_complaint(response.status, answer))
+                server.answered.append((asked, time.monotonic()))
                 return answer
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and server.has_sampled(asked, time.monotonic()):
+                seconds = self._timeout_seconds
+                raise TurnTooLong(
+                    f"{server.url} sampled a turn for {seconds:g} s and did not get to its end"
+                ) from error
             raise _ServerFailed(f"{type(error).__name__}: {error}") from error
         finally:
             server.running -= 1

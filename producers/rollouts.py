@@ -343,6 +343,7 @@ class _Worker:
     def _note_end(self, version: int, ended: RolloutEnded) -> None:
         alarm = self._infra_errors.note(version, ended.ended_by == "infra_error")
         self._program_metrics.gauge("infra_error_share", self._infra_errors.newest)
+        self._program_metrics.gauge("infra_errors_rising", self._infra_errors.is_rising)
         if alarm is not None:
             logger.error("infra_errors_rise", version=version, reason=alarm, newest=ended.reason)
 

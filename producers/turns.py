@@ -20,7 +20,7 @@ from replayground.producers.cancellation import CancelHandle
 from replayground.producers.chat import Chat
 from replayground.producers.ensemble import Ensemble, Policies
 from replayground.producers.participant import AgentStopped, KeepBlob, Rollout
-from replayground.producers.policy import Policy, PolicyFailed, RequestRefused
+from replayground.producers.policy import Policy, PolicyFailed, RequestRefused, TurnTooLong
 from replayground.producers.topology import AgentCatalog
 from replayground.sandboxes.protocol import SandboxFailed
 from replayground.sandboxes.tools.tool import Tool
@@ -141,8 +141,8 @@ async def _run_agents(rollout: Rollout, ensemble: Ensemble, cancel_handle: Cance
         ended_by: EndedBy = "deadline" if rollout.turns_sampled else "infra_error"
         return _Ending(ended_by, reason=f"not done after {seconds_left:.1f} s")
     except PolicyFailed as error:
-        # Else an agent whose context may grow beyond what the server takes could have its bad attempts repeated.
-        is_agents = isinstance(error, RequestRefused) and rollout.turns_sampled > 0
+        # Else an agent whose context or turn may grow beyond what a server takes could have its bad attempts repeated.
+        is_agents = isinstance(error, RequestRefused | TurnTooLong) and rollout.turns_sampled > 0
         return _Ending("agent_error" if is_agents else "infra_error", reason=f"policy: {error}")
     except SandboxFailed as error:
         return _Ending("infra_error", reason=f"sandbox: {error}")

@@ -94,6 +94,11 @@ class Sandbox(Protocol):
         """Put the files of a snapshot into the work folder. OSError for other entries, or when the disk is full."""
         ...
 
+    async def end_processes(self) -> None:
+        """End every process of the lease. Files stay, and the next call starts a session anew. OSError when the agent
+        brought the sandbox down."""
+        ...
+
     async def reset(self) -> bool:
         """End every process and remove every file of the lease. False when it cannot verify that nothing is left."""
         ...

@@ -15,6 +15,9 @@ system calls that a newer kernel adds. Refused on purpose, and why:
 * fadvise64, readahead, mincore, preadv2 and pwritev2 with flags: these drop, load or probe pages of the host's cache.
 * socket other than AF_UNIX, bpf, perf_event_open, userfaultfd, io_uring, splice: attack surface that no tool needs.
 * landlock_add_rule: the runner scopes signals by a ruleset without rules; nothing else of Landlock is needed.
+* timer_create: the kernel would send SIGCONT for it, and wake a process that was stopped so that another agent, or the
+  host, can work undisturbed. Answered by ENOSYS, on which `timeout` and others use an older call.
+* madvise(MADV_MERGEABLE): the time of a write to a merged page tells whether another sandbox has the same page.
 * TIOCSTI and TIOCLINUX: typing into someone else's terminal.
 
 Not covered: kernel bugs that an allowed call can reach. Use gVisor or a virtual machine against those.
@@ -49,7 +52,10 @@ JUDGED = {
     "fcntl": (72, 25),
     "preadv2": (327, 286),
     "pwritev2": (328, 287),
+    "madvise": (28, 233),
 }
+TIMER_CREATE = (222, 107)
+MADV_MERGEABLE = 12
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_SETLK, F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ
 FCNTLS_ALLOWED = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 
@@ -58,7 +64,7 @@ ALLOWED = """
 read:0:63 write:1:64 open:2:- close:3:57 stat:4:- fstat:5:80 lstat:6:- poll:7:- lseek:8:62 mmap:9:222 mprotect:10:226
 munmap:11:215 brk:12:214 rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 pread64:17:67 pwrite64:18:68
 readv:19:65 writev:20:66 access:21:- pipe:22:- select:23:- sched_yield:24:124 mremap:25:216 msync:26:227
-madvise:28:233 dup:32:23 dup2:33:- pause:34:- nanosleep:35:101 getitimer:36:102 alarm:37:-
+dup:32:23 dup2:33:- pause:34:- nanosleep:35:101 getitimer:36:102 alarm:37:-
 setitimer:38:103 getpid:39:172 sendfile:40:71 connect:42:203 accept:43:202 sendto:44:206 recvfrom:45:207
 sendmsg:46:211 recvmsg:47:212 shutdown:48:210 bind:49:200 listen:50:201 getsockname:51:204 getpeername:52:205
 setsockopt:54:208 getsockopt:55:209 fork:57:- vfork:58:- execve:59:221 exit:60:93 wait4:61:260 kill:62:129
@@ -74,7 +80,7 @@ sched_getparam:143:121 sched_getscheduler:145:120 sched_get_priority_max:146:125
 sched_rr_get_interval:148:127 mlock:149:228 munlock:150:229 prctl:157:167 arch_prctl:158:- setrlimit:160:164
 gettid:186:178 getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 llistxattr:195:12
 flistxattr:196:13 tkill:200:130 time:201:- futex:202:98 sched_getaffinity:204:123 epoll_create:213:- getdents64:217:61
-set_tid_address:218:96 restart_syscall:219:128 timer_create:222:107 timer_settime:223:110
+set_tid_address:218:96 restart_syscall:219:128 timer_settime:223:110
 timer_gettime:224:108 timer_getoverrun:225:109 timer_delete:226:111 clock_gettime:228:113 clock_getres:229:114
 clock_nanosleep:230:115 exit_group:231:94 epoll_wait:232:- epoll_ctl:233:21 tgkill:234:131 utimes:235:- waitid:247:95
 openat:257:56 mkdirat:258:34 mknodat:259:33
@@ -89,11 +95,11 @@ pidfd_open:434:434 close_range:436:436 openat2:437:437 faccessat2:439:439 epoll_
 landlock_create_ruleset:444:444 landlock_restrict_self:446:446
 """
 
-# By these, code that sees the same files could tell each other something. Allowed where no agent's code runs: servers of
-# tools lock their caches and watch their files.
-FOR_SHARED_FILES = """
+# By these, code that sees the same files could tell each other something, or one process wake another. Allowed where no
+# agent's code runs: servers of tools lock their caches and watch their files.
+FOR_TOOL_SERVERS = """
 mincore:27:232 fcntl:72:25 flock:73:32 readahead:187:213 fadvise64:221:223 inotify_init:253:- inotify_add_watch:254:27
-inotify_rm_watch:255:28 inotify_init1:294:26 preadv2:327:286 pwritev2:328:287
+inotify_rm_watch:255:28 inotify_init1:294:26 preadv2:327:286 pwritev2:328:287 timer_create:222:107 madvise:28:233
 """
 
 LOAD_WORD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_ANY_BIT, RETURN = (0x20, 0x15, 0x35, 0x45, 0x06)
@@ -116,8 +122,9 @@ def filter_program(machine: str | None = None, *, runs_agents_code: bool = True)
         (RETURN, 0, 0, RETURN_KILL_PROCESS),
         (LOAD_WORD, 0, 0, OFFSET_NUMBER),
         # Before the judged ones, some of which are among them.
-        *(step for number in numbers_in(FOR_SHARED_FILES, name) for step in allow(number) if not runs_agents_code),
+        *(step for number in numbers_in(FOR_TOOL_SERVERS, name) for step in allow(number) if not runs_agents_code),
         *judged_calls(column=list(AUDIT_ARCHITECTURES).index(name)),
+        *answer(TIMER_CREATE[list(AUDIT_ARCHITECTURES).index(name)], RETURN_ERRNO | errno.ENOSYS),
         *(step for number in allowed_numbers(name) for step in allow(number)),
         # What is left is refused. Numbers of the x32 ABI have bit 30 set, so they are refused here too.
         (JUMP_GREATER_EQUAL, 0, 1, FIRST_MODERN_NUMBER),
@@ -139,8 +146,12 @@ def numbers_in(table: str, machine: str) -> list[int]:
 
 
 def allow(number: int) -> list[Instruction]:
+    return answer(number, RETURN_ALLOW)
+
+
+def answer(number: int, verdict: int) -> list[Instruction]:
     # The two numbers after the opcode are how many instructions to skip if the comparison holds, and if it does not.
-    return [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, RETURN_ALLOW)]
+    return [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, verdict)]
 
 
 def judged_calls(column: int) -> list[Instruction]:
@@ -158,6 +169,7 @@ def judged_calls(column: int) -> list[Instruction]:
         # RWF_NOWAIT tells which pages of a file are in memory.
         *judge(number["preadv2"], 5, refuse_unless_equal(0)),
         *judge(number["pwritev2"], 5, refuse_unless_equal(0)),
+        *judge(number["madvise"], 2, refuse_equal(MADV_MERGEABLE)),
     ]
 
 

@@ -31,12 +31,19 @@ from replayground.sandboxes.protocol import Blob, ErrorKind, Sandbox, SandboxFai
 from replayground.sandboxes.tools.schema import complaint
 from replayground.sandboxes.tools.tool import Tool, parts_apart
 from replayground.sandboxes.worlds import perturbations
-from replayground.sandboxes.worlds.checks import Check, CheckResult, changed_tables, run_command, text_of
+from replayground.sandboxes.worlds.checks import (
+    Check,
+    CheckResult,
+    CommandEnd,
+    changed_tables,
+    run_command,
+    text_of,
+)
 from replayground.sandboxes.worlds.world import World, set_up_world
 
 EMPTY_WORLD = World(name="empty")
 _CHECK_SESSION = "(checks)"
-"no agent: their code can neither read nor stop what runs in it"
+"none of an agent's: in it runs what the checks start, and nothing else runs then"
 # Far below where the encoders here and inside raise a RecursionError, which depends on who calls them.
 ARGUMENTS_DEPTH_MAX = 100
 ARGUMENTS_BYTES_MAX = 4 * MEBIBYTE
@@ -138,7 +145,7 @@ class Workbench:
             if check.kind == "tables":
                 return msgspec.structs.replace(blank, content=await self._changed_tables(check))
             if check.kind == "file":
-                data = await (await self._open_with_files()).get(check.path)
+                data = await (await self._open_without_agents()).get(check.path)
                 return msgspec.structs.replace(blank, content=text_of(data))
             return msgspec.structs.replace(blank, **await self._run_command(check))
         # What agents left behind: no such file, a full disk, a database that is none.
@@ -151,18 +158,27 @@ class Workbench:
         # Without a call of a tool that needs them, they were never set up: then nothing has changed.
         if prepared is None or "tables" not in prepared.parts_set_up or not self.world.tables:
             return "{}"
+        await prepared.sandbox.end_processes()
         arguments = {"before": self.world.part("tables")}
         content = await self._call_check(prepared.sandbox, changed_tables.name, arguments, check)
-        _decoded(content)
+        _decoded(content, dict)
         return content
 
     async def _run_command(self, check: Check) -> dict[str, Any]:
         """Raises OSError when it cannot be run, or does not end."""
-        sandbox = await self._open_with_files()
+        sandbox = await self._open_without_agents()
         files = msgspec.to_builtins(check.files)
         arguments = {"command": check.command, "files": files, "timeout_seconds": check.timeout_seconds}
-        done = _decoded(await self._call_check(sandbox, run_command.name, arguments, check))
-        return {"exit_code": int(done["exit_code"]), "content": str(done["output"])}
+        end = _decoded(await self._call_check(sandbox, run_command.name, arguments, check), CommandEnd)
+        return {"exit_code": end.exit_code, "content": end.output}
+
+    async def _open_without_agents(self) -> Sandbox:
+        """The agents' sandbox with no process of theirs in it, nor of an earlier check, which may have run their code:
+        neither sees the files of this check, nor changes what it finds. Raises OSError."""
+        prepared = await self._open()
+        # Before the world is set up, if it is not yet: the session in which that runs must not be an agent's.
+        await prepared.sandbox.end_processes()
+        return await self._open_with_files()
 
     async def _call_check(self, sandbox: Sandbox, tool: str, arguments: Mapping[str, Any], check: Check) -> str:
         result = await sandbox.call(tool, arguments, f"check-{check.name}", _CHECK_SESSION)
@@ -267,12 +283,14 @@ class Workbench:
         )
 
 
-def _decoded(content: str) -> Any:
-    """The result of a check. ValueError when the limits of the sandbox have cut it."""
+def _decoded[Result](content: str, kind: type[Result]) -> Result:
+    """The result of a check. ValueError when it is none, such as when the limits of the sandbox have cut it."""
     try:
-        return msgspec.json.decode(content)
+        return msgspec.json.decode(content, type=kind)
     except msgspec.MsgspecError:
-        raise ValueError(f"its result of {len(content)} characters was cut: raise output_bytes_max") from None
+        raise ValueError(
+            f"its result of {len(content)} characters cannot be read: if it was cut, raise output_bytes_max"
+        ) from None
 
 
 def is_deeper_than(value: Any, depth_max: int) -> bool:

@@ -20,6 +20,7 @@ FIGURES: dict[str, str] = {
     "turns": "turns sampled since the start",
     "sandboxes": "sandboxes open",
     "infra_error_share": "share of the rollouts of the newest version played here that ended by infra_error",
+    "infra_errors_rising": "1 while that share is far above the one of the versions before, else 0",
     "busy_seconds": "seconds spent on the program's own work since the start",
     "version": "newest weight version that this program knows or serves",
     "step": "optimizer steps taken in this run",

@@ -93,6 +93,8 @@ class Overview(Struct, frozen=True, kw_only=True):
     "messages that a stage of this run refused"
     rejects_field: int
     "messages on the field that belong to no run and could not be decoded"
+    infra_error_alarm: float | None
+    "share of the rollouts of the newest version that ended by infra_error, while a worker says that it rises"
     demonstrations: int
     demonstrations_target: int
     sft_progress: float
@@ -153,6 +155,7 @@ def overview(answers: QueryCache, run: RunState, lag: dict[str, int], now: int) 
         servers=servers,
         rejects=events.get("EventRejected", 0),
         rejects_field=_rejects_of_field(answers),
+        infra_error_alarm=_infra_error_alarm(programs),
         demonstrations=sessions.demonstrated,
         demonstrations_target=job.demonstrations,
         sft_progress=_sft_progress(job, bool(steps), sessions.evaluations, programs),
@@ -201,6 +204,12 @@ def _rejects_of_field(answers: QueryCache) -> int:
 
 def _gauge(programs: Sequence[ProgramStatus], role: str, figure: str) -> float:
     return sum(program.load.get(figure, 0.0) for program in programs if program.role == role)
+
+
+def _infra_error_alarm(programs: Sequence[ProgramStatus]) -> float | None:
+    """The highest share of the workers that raise the alarm: each counts the rollouts that it played itself."""
+    loads = [program.load for program in programs if program.load.get("infra_errors_rising", 0.0) > 0]
+    return max((load.get("infra_error_share", 0.0) for load in loads), default=None)
 
 
 def _is_done(job: JobSettings, steps: int, evaluations: Sequence[Evaluation]) -> bool:

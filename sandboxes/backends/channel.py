@@ -189,6 +189,9 @@ class RunnerSandbox:
         timeout_seconds = self._limits.call_timeout_seconds + GRACE_SECONDS
         await self._request_file({"op": "restore"}, snapshot, timeout_seconds)
 
+    async def end_processes(self) -> None:
+        await self._request_file({"op": "end_processes"}, b"", GRACE_SECONDS)
+
     async def reset(self) -> bool:
         # Keys are unique within a lease only.
         self._results.clear()

@@ -64,11 +64,13 @@ SESSION_SOCKET = 3
 SESSION_USER = 65534
 # Above the numbers that a tool process keeps, which closes all up to this one.
 HOST_SOCKET = 100
-PR_SET_DUMPABLE = 4
+PR_SET_DUMPABLE, PR_SET_SECCOMP = 4, 22
+SECCOMP_MODE_FILTER = 2
+TIMER_CREATE = {"x86_64": 222, "aarch64": 107}
 # The same numbers on every architecture. The ruleset handles no files and no ports; it only scopes signals.
 LANDLOCK_CREATE_RULESET, LANDLOCK_RESTRICT_SELF = 444, 446
 LANDLOCK_SCOPE_SIGNAL = 1 << 1
-EINVAL = 22
+EINVAL, ENOSYS = 22, 38
 # How long no request must have come before the runner uses the time for chores.
 QUIET_MILLISECONDS = 20
 OUTPUTS: list[io.TextIOWrapper] = []
@@ -161,6 +163,24 @@ def confine_signals() -> None:
     os.close(descriptor)
 
 
+def refuse_timers() -> None:
+    """From here on this process and its children can make no timer that sends a signal: SIGCONT from the kernel would
+    wake a process that was stopped. In bubblewrap the filter of the sandbox refuses them; gVisor has none of its own."""
+    import array
+
+    number = TIMER_CREATE.get(os.uname().machine)
+    if number is None:
+        return
+    # Load the number of the call; answer that there is no such call, or allow it.
+    steps = ((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | ENOSYS), (0x06, 0, 0, 0x7FFF0000))
+    program = array.array("B", b"".join(struct.pack("<HBBI", *step) for step in steps))
+    address, _ = program.buffer_info()
+    prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]  # None: this program
+    filtered = struct.pack("H6xQ", len(steps), address)
+    if _ctypes.call_function(prctl, (PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filtered, 0, 0)) != 0:
+        raise OSError("prctl(PR_SET_SECCOMP) was refused")
+
+
 def line_writer(descriptor: int) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
     # backslashreplace: printing half a surrogate pair must not raise.
@@ -190,6 +210,7 @@ class Runner:
             "get": self.get,
             "snapshot": self.snapshot,
             "restore": self.restore,
+            "end_processes": self.end_processes,
             "reset": self.reset,
         }
         try:
@@ -261,8 +282,7 @@ class Runner:
 
     def stop_active(self) -> set[Identity]:
         """Stop all processes; returns those of the active session. Only they ran, so all that are new are theirs."""
-        signal_everything(_signal.SIGSTOP)
-        return living_processes().difference(*self.stopped.values())
+        return stop_everything().difference(*self.stopped.values())
 
     def put(self, header: dict[str, Any], body: bytes) -> Answer:
         return "ok", "", 0, self.undisturbed(lambda: write_file(header["path"], body))
@@ -285,6 +305,10 @@ class Runner:
             return work() or b""
         finally:
             resume(processes)
+
+    def end_processes(self, header: dict[str, Any], body: bytes) -> Answer:
+        self.end_all_sessions()
+        return "ok", "", 0, b""
 
     def reset(self, header: dict[str, Any], body: bytes) -> Answer:
         """End all processes and remove all files. Status `dirty` unless the file system confirms that nothing is left.
@@ -353,19 +377,51 @@ def rehearse() -> None:
     connection.close()
 
 
-def living_processes() -> set[Identity]:
-    """All processes but pid 1, each with its start time: a pid alone could be that of a later process."""
-    found = set()
+def stop_everything() -> set[Identity]:
+    """Stop every process but pid 1. Returns them when none of them runs any more; what cannot be stopped is killed.
+
+    One that is just ending would otherwise wake others by its end: the kernel continues the stopped processes of a group
+    that loses its last tie to its session."""
+    deadline = time.monotonic() + STOP_SECONDS_MAX
+    while True:
+        signal_everything(_signal.SIGSTOP)
+        living = living_processes()
+        running = [pid for (pid, _), stands_still in living.items() if not stands_still]
+        if not running:
+            return set(living)
+        if time.monotonic() > deadline:
+            for pid in running:
+                send_signal(pid, _signal.SIGKILL)
+        time.sleep(STOP_POLL_SECONDS)
+
+
+def living_processes() -> dict[Identity, bool]:
+    """All processes but pid 1, each with its start time, since a pid alone could be that of a later process; and whether
+    it stands still."""
+    found = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
             try:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     # Behind the last ")", since the name of a command may hold spaces and parentheses.
-                    found.add((int(name), file.read().rpartition(b")")[2].split()[19]))
+                    fields = file.read().rpartition(b")")[2].split()
             # It has ended since.
             except OSError:
-                pass
+                continue
+            # state, flags, number of threads, start time
+            found[int(name), fields[19]] = is_still(fields[0], int(fields[6]), int(fields[17]))
     return found
+
+
+def is_still(state: bytes, flags: int, threads: int) -> bool:
+    """Whether a process that was stopped runs none of its code, and will not end by itself."""
+    # A first thread that has ended is shown as a zombie while the others live.
+    if state == b"Z":
+        return threads <= 1
+    # It waits in the kernel, for the end of a vfork or for a disk, and stops as soon as it leaves.
+    if state == b"D":
+        return not flags & PF_EXITING
+    return state in (b"T", b"t", b"X")
 
 
 def signal_everything(number: int) -> None:
@@ -558,6 +614,10 @@ class ToolProcess:
 POLL_MILLISECONDS = 10
 PATIENCE_SECONDS = 0.1
 REAP_SECONDS = 2.0
+# Less than the time that the host gives to a request about a file.
+STOP_SECONDS_MAX = 2.0
+STOP_POLL_SECONDS = 0.0005
+PF_EXITING = 0x4
 UNASKED = "something other than a tool wrote to its socket"
 
 
@@ -600,6 +660,7 @@ def become_tool_process(connection: int, limits: dict[str, Any], number: int) ->
         user = SESSION_USER - number
         os.setresuid(user, user, user)
         os.umask(0 if number else 0o022)
+        refuse_timers()
     output = open_output()
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -140,6 +140,9 @@ class ScriptedSandbox:
         except tarfile.TarError as error:
             raise PermissionError(1, f"the snapshot cannot be read: {error}") from None
 
+    async def end_processes(self) -> None:
+        self._check_open()
+
     async def reset(self) -> bool:
         self._files.clear()
         self._results.clear()

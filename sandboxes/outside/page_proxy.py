@@ -50,6 +50,9 @@ HALF_CLOSED_SECONDS_MAX = 60.0
 CONNECTIONS_PER_ROLLOUT_MAX = 64
 DEFAULT_PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# What Python does not count as private: gateways of one network (RFC 8215), addresses of one site, and the old form of an
+# IPv4 address.
+OF_ONE_NETWORK = tuple(map(ipaddress.IPv6Network, ("64:ff9b:1::/48", "fec0::/10", "::/96")))
 HOSTS_NAMED_MAX = 10
 
 
@@ -330,6 +333,8 @@ async def safe_address(host: str, port: int) -> str:
 
 def is_elsewhere(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     """Whether an address is on the internet and none of this machine's own."""
+    if address.is_multicast or any(address in network for network in OF_ONE_NETWORK):
+        return False
     return all(part.is_global and not is_own(part) for part in (address, *embedded(address)))
 
 

@@ -68,7 +68,8 @@ def schema_complaint(schema: Mapping[str, Any], arguments: Mapping[str, Any]) ->
         return None
     if error is None:
         return None
-    where = ".".join(str(part) for part in error.absolute_path)
+    # Cut: a path has names of the agent's choice, and an answer is one line of limited length.
+    where = ".".join(str(part) for part in error.absolute_path)[:MESSAGE_CHARACTERS_MAX]
     return f"the arguments do not fit: {f'{where}: ' if where else ''}{error.message[:MESSAGE_CHARACTERS_MAX]}"
 
 

@@ -71,8 +71,9 @@ def complaint(name: str, parameters: Mapping[str, Any], arguments: Any) -> str |
             return f"missing argument {required!r}; {usage}"
     for key, value in arguments.items():
         if key not in properties:
-            close = difflib.get_close_matches(str(key), properties, 1)
-            return f"unknown argument {key!r}{f', did you mean {close[0]!r}?' if close else ''}; {usage}"
+            # Cut: its length is the agent's choice.
+            close = difflib.get_close_matches(str(key)[:100], properties, 1)
+            return f"unknown argument {str(key)[:100]!r}{f', did you mean {close[0]!r}?' if close else ''}; {usage}"
         if not fits(value, properties[key]):
             said = repr(value) if "enum" in properties[key] and isinstance(value, str) else json_type(value)
             return f"argument {key!r} must be {type_text(properties[key])}, not {said[:100]}; {usage}"

@@ -1,12 +1,13 @@
 """What is looked at in the sandboxes when the agents of a rollout have ended: changed tables, files, commands such as tests.
 
 The results are stored with the attempt, so scorers can use them whenever it is judged again. Agents never see a check:
-it is part of the world, and nothing of it is in a sandbox before they have ended. It runs in a session of its own, in
-which their processes stand still. Not covered: a command that runs the agent's code (as tests do) lets that code decide
-how the command ends. For what an agent must not be able to fake, compare the output with what only the scorer knows.
+it is part of the world, and nothing of it is in a sandbox before they have ended. It runs in a session of its own, after
+all processes of theirs, and of an earlier check, were ended. Not covered: a command that runs the agent's code (as tests
+do) lets that code decide how the command ends. For what an agent must not be able to fake, compare the output with what
+only the scorer knows.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -66,6 +67,13 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """Of a command."""
     problem: str | None = None
     """Why there is no result, such as a file that does not exist. What the agents left behind is the cause."""
+
+
+class CommandEnd(msgspec.Struct, frozen=True):
+    """What `run_command` returns."""
+
+    exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    output: str
 
 
 @tool

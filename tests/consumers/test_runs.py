@@ -153,14 +153,16 @@ def test_a_run_is_compared_alone(field: Field) -> None:
 
 
 def test_workers_of_one_name_are_kept_apart_by_run(memory_log: MemoryLog, store: Store) -> None:
-    for run_id, running in (("one", 7.0), ("two", 11.0)):
+    for run_id, running, rising in (("one", 7.0, 0.0), ("two", 11.0, 1.0)):
         SyntheticRun(run_of(steps=1, demonstrations=0, run_id=run_id), 1, ended=None).append_to(memory_log)
         meta = Meta(id=run_id, run_id=run_id, category="c", topic="control", sender="rollouts", timestamp=LATER)
-        memory_log.append(WorkerSeen(meta=meta, worker="rollouts", role="rollouts", load={"running": running}))
+        load = {"running": running, "infra_error_share": 0.3, "infra_errors_rising": rising}
+        memory_log.append(WorkerSeen(meta=meta, worker="rollouts", role="rollouts", load=load))
     write_all(memory_log, store)
     answers = QueryCache(store)
     views = [overview(answers, Runs(answers).find(run_id), {}, LATER) for run_id in ("one", "two")]
     assert [view.rollouts_running for view in views] == [7, 11]
+    assert [view.infra_error_alarm for view in views] == [None, 0.3]
     assert [[program.worker for program in view.programs] for view in views] == [["rollouts"], ["rollouts"]]
     assert [view.state for view in views] == ["running", "running"]
 

@@ -29,6 +29,14 @@ def test_a_run_with_a_target_shows_how_far_it_is() -> None:
     assert "7 of 9" in shown(overview)
 
 
+def test_a_rising_share_of_infra_errors_is_shown() -> None:
+    overview = Overview(phase="training", steps=7, infra_error_alarm=0.3)
+    told = "infra errors rise: 30% of the newest version's rollouts"
+    assert step_line(overview).endswith(told)
+    assert told in shown(overview)
+    assert "infra errors" not in shown(Overview(phase="training", steps=7))
+
+
 def test_before_the_first_look_nothing_is_known() -> None:
     assert "until stopped" in shown(Overview())
 

@@ -181,6 +181,36 @@ async def test_a_series_hands_each_answer_on() -> None:
     assert troupe.moments[3].messages[-1] == Message("user", "bob: twice that, please")
 
 
+RAISES = FORGETFUL.replace(
+    "{%- set ns.last", "{%- if 'bad' in message.content %}{{ raise_exception('no') }}{%- endif %}{%- set ns.last"
+)
+"A template that refuses some messages of a user, as those of some reasoning models do."
+
+
+async def test_a_message_that_a_template_refuses_is_the_error_of_who_wrote_it() -> None:
+    """Else an agent could have its attempt repeated by what it writes to another."""
+    agent_catalog = AgentCatalog.of([*AGENTS, Team(name="team", leader="ann", workers=("bob",))])
+    chat = chatml(RAISES)
+    for worker in ([], ["<answer>first</answer>"]):
+        texts = [calls("ask", agent="bob", message="good")] * len(worker) + [calls("ask", agent="bob", message="bad")]
+        troupe = Troupe(chat, ann=[*texts, "<answer>45</answer>"], bob=list(worker))
+        events = await played(asked("team"), agent_catalog, troupe, chat=chat)
+        assert end(events) == ("answered", "45")
+        assert "cannot be read" in messages(events)[-1][-1]
+
+
+async def test_a_prompt_that_a_template_refuses_is_nobodys_error() -> None:
+    bad = Agent(name="bob", parts=(Part(name="role", text="<refused>"),))
+    agent_catalog = AgentCatalog.of([AGENTS[0], bad, Team(name="team", leader="ann", workers=("bob",))])
+    refuses = (
+        "{%- for message in messages %}{%- if '<refused>' in message.content %}"
+        "{{ raise_exception('no') }}{%- endif %}{%- endfor %}"
+    )
+    chat = chatml(refuses + FORGETFUL)
+    troupe = Troupe(chat, ann=[calls("ask", agent="bob", message="good")])
+    assert end(await played(asked("team"), agent_catalog, troupe, chat=chat)) == ("infra_error", None)
+
+
 async def test_branches_think_at_once_and_share_one_sandbox() -> None:
     agent_catalog = AgentCatalog.of(
         [*AGENTS, Parallel(name="votes", steps=("ann", "bob")), Series(name="vote", steps=("votes", "cyd"))]

@@ -16,6 +16,9 @@ def test_a_share_that_rises_raises_one_alarm() -> None:
     (alarm,) = played(shares, 3, failed=40, of=200)
     assert "of version 3 ended by infra_error, of those before 1.2%" in alarm
     assert shares.newest == 0.2
+    assert shares.is_rising
+    assert played(shares, 4, failed=0, of=1) == []
+    assert not shares.is_rising, "the next version is judged anew"
 
 
 def test_a_field_on_which_servers_fail_for_all_versions_alike_raises_one() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,8 @@ from replayground.producers.policy import (
     RequestRefused,
     ServedPolicy,
     TurnRequest,
+    TurnTooLong,
+    _Server,
     served_models,
 )
 from replayground.schemas.errors import BadInput
@@ -223,6 +226,51 @@ async def test_a_slow_server_is_an_infrastructure_error() -> None:
     async with server(slow) as (url, _), ServedPolicy([url], 4, timeout_seconds=0.1, patience_seconds=0.0) as served:
         with pytest.raises(PolicyFailed, match="Timeout"):
             await served.next_turn(turn_request())
+
+
+async def test_a_turn_without_end_is_told_from_a_server_that_does_not_answer() -> None:
+    """By those that were asked for later: they came, and the server answered all the time."""
+    first_is_there = asyncio.Event()
+
+    def slow_or_not(body: dict[str, Any]) -> dict[str, Any] | int:
+        if first_is_there.is_set():
+            return GOOD(body)
+        first_is_there.set()
+        return {"sleep": 60.0}
+
+    async with (
+        server(slow_or_not) as (url, _),
+        ServedPolicy([url], 4, timeout_seconds=1.0, patience_seconds=0.0) as served,
+    ):
+        long = asyncio.create_task(served.next_turn(turn_request()))
+        await first_is_there.wait()
+        while not long.done():
+            await served.next_turn(turn_request())
+            await asyncio.sleep(0.02)
+        with pytest.raises(TurnTooLong, match="did not get to its end"):
+            await long
+
+
+@pytest.mark.parametrize(
+    ("answered", "is_sampled"),
+    [
+        ((), False),
+        # Those that were asked for before tell nothing: this one may have waited behind them.
+        (tuple((90.0 + n, 100.0 + 5 * n) for n in range(10)), False),
+        (tuple((101.0, 100.0 + 5 * n) for n in range(1, 12)), True),
+        # The first of those came too late: half of the time this one may have waited.
+        (tuple((101.0, 140.0 + 5 * n) for n in range(4)), False),
+        # The server paused in between.
+        (((101.0, 110.0), (102.0, 120.0), (103.0, 150.0), (104.0, 155.0)), False),
+        # And at the end.
+        (((101.0, 110.0), (102.0, 120.0), (103.0, 130.0), (104.0, 140.0)), False),
+    ],
+)
+def test_what_other_turns_tell_of_one_that_has_not_come(
+    answered: tuple[tuple[float, float], ...], is_sampled: bool
+) -> None:
+    one = _Server("http://127.0.0.1:9", answered=deque(answered))
+    assert one.has_sampled(100.0, 160.0) == is_sampled
 
 
 async def test_no_server_at_all() -> None:

@@ -387,6 +387,7 @@ async def test_infra_errors_of_a_version_are_a_figure_and_an_alarm(tmp_path: Pat
             await asyncio.to_thread(field.until, lambda: field.lag == 0)
             await asyncio.to_thread(field.finish)
     assert field.program_metrics.figures()["infra_error_share"] == 1.0
+    assert field.program_metrics.figures()["infra_errors_rising"] == 1.0
     alarms = [entry for entry in logs if entry["event"] == "infra_errors_rise"]
     assert [alarm["reason"] for alarm in alarms] == [
         "100.0% of the rollouts of version 3 ended by infra_error, of those before 0.0%"

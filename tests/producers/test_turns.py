@@ -9,7 +9,7 @@ import pytest
 
 from replayground.producers.attempt import AttemptWriter, close_unplayed
 from replayground.producers.chat import ChatFormat
-from replayground.producers.policy import PolicyFailed, RequestRefused, Turn, TurnRequest
+from replayground.producers.policy import PolicyFailed, RequestRefused, Turn, TurnRequest, TurnTooLong
 from replayground.producers.turns import play
 from replayground.sandboxes.backends.scripted import ScriptedBackend
 from replayground.sandboxes.pool import Pool
@@ -243,6 +243,12 @@ async def test_a_context_that_the_server_refuses_is_the_agents_doing_after_its_f
     assert last(await played(Scripted(refused))).ended_by == "infra_error", "the task itself may be too long"
     assert last(await played(Scripted(PYTHON, refused))).ended_by == "agent_error"
     assert last(await played(Scripted(PYTHON, PolicyFailed("no server")))).ended_by == "infra_error"
+
+
+async def test_a_turn_without_end_is_the_agents_doing_after_its_first_turn() -> None:
+    endless = TurnTooLong("sampled for 120 s")
+    assert last(await played(Scripted(endless))).ended_by == "infra_error", "nothing could be trained on"
+    assert last(await played(Scripted(PYTHON, endless))).ended_by == "agent_error"
 
 
 async def test_a_failing_sandbox_is_nobodys_fault() -> None:

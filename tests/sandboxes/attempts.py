@@ -247,6 +247,13 @@ def hold():
 attempt(hold)""",
     ),
     Attempt(
+        name="timer that wakes",
+        tries="have the kernel wake us by SIGCONT, when we are stopped so that somebody else can work",
+        code="""
+event = struct.pack("qii", 0, signal.SIGCONT, 0) + bytes(48)
+attempt(lambda: checked(libc.timer_create(1, ctypes.create_string_buffer(event), ctypes.byref(ctypes.c_void_p()))))""",
+    ),
+    Attempt(
         name="raise a limit",
         tries="allow ourselves more processes",
         code="import resource; attempt(lambda: resource.setrlimit(resource.RLIMIT_NPROC, (10000, 10000)))",
@@ -747,6 +754,10 @@ PROBES = {
     "probe pages by mincore": (
         "the same of a mapping",
         "libc.mincore(ctypes.c_void_p(id(libc) & ~4095), 4096, ctypes.create_string_buffer(8))",
+    ),
+    "merge pages": (
+        "have equal pages of all sandboxes merged, which the time of a write tells",
+        "libc.madvise(ctypes.c_void_p(id(libc) & ~4095), 4096, 12)",
     ),
     "probe pages by cachestat": (
         "the same by a new call",

@@ -449,6 +449,11 @@ async def test_a_name_that_leads_to_this_machine_is_refused() -> None:
         ("2001:0:7f00:1::", False),
         ("10.0.0.1", False),
         ("::1", False),
+        ("64:ff9b:1::7f00:1", False),  # NAT64 of one network
+        ("::7f00:1", False),  # the old form of 127.0.0.1
+        ("fec0::1", False),
+        ("224.0.0.1", False),
+        ("ff02::1", False),
     ],
 )
 def test_gateways_lead_nowhere_private(address: str, is_reachable: bool) -> None:

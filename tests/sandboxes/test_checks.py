@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
+from replayground.sandboxes.backends.scripted import ScriptedBackend
 from replayground.sandboxes.limits import MEBIBYTE, Limits
 from replayground.sandboxes.pool import Pool
 from replayground.sandboxes.tools.registry import SHIPPED, toolset
@@ -33,15 +34,29 @@ def sell(statement: str) -> str:
     return "done"
 
 
+@tool(needs=frozenset())
+def bare() -> None:
+    """Have every later file of this session say something else. Needs no part of the world."""
+    import builtins
+    import io
+
+    opened = builtins.open
+
+    def forged(path: object, mode: str = "r", *more: object, **named: object) -> object:
+        return io.BytesIO() if path == "/work/answer" else opened(path, mode, *more, **named)  # type: ignore[call-overload]
+
+    builtins.open = forged  # type: ignore[assignment]
+
+
 @pytest.fixture(scope="module")
 async def pool() -> AsyncIterator[Pool]:
-    known = SHIPPED | WORLD_TOOLS | {sell.name: sell}
+    known = SHIPPED | WORLD_TOOLS | {sell.name: sell, bare.name: bare}
     async with Pool(BubblewrapBackend(known, LIMITS, leases_per_sandbox_max=100, first_uid=310_000), 2) as pool:
         yield pool
 
 
 def bench(pool: Pool, world: World, *tools: str) -> Workbench:
-    return Workbench(pool, toolset(tools, (sell,)), world, seed=1, owner="test")
+    return Workbench(pool, toolset(tools, (sell, bare)), world, seed=1, owner="test")
 
 
 async def found(pool: Pool, world: World, *calls: tuple[str, str]) -> list[CheckResult]:
@@ -139,6 +154,42 @@ async def test_the_end_of_a_long_output_is_kept(pool: Pool) -> None:
     assert long.exit_code == 3
     assert long.content.endswith("99999\n100000\n")
     assert len(long.content) <= TEXT_BYTES_MAX
+
+
+STRANGERS = "for each in /proc/[0-9]*; do tr '\\0' ' ' < $each/cmdline; done | grep -c '[l]eft_behind'"
+LEAVES = "bash -c 'exec -a left_behind sleep 60' > /dev/null 2>&1 & sleep 0.1"
+
+
+async def test_no_process_of_the_agent_is_left_when_a_command_runs(pool: Pool) -> None:
+    """One that was only stopped could be woken by the kernel, and decide how the command ends."""
+    check = Check(name="strangers", kind="command", command=STRANGERS)
+    (strangers,) = await found(pool, world_with(check), ("terminal", LEAVES))
+    assert strangers.content == "0\n", strangers
+
+
+async def test_no_process_of_an_earlier_check_is_left(pool: Pool) -> None:
+    """A command may run code of the agent, which must neither see nor change the next check."""
+    leaves = Check(name="leaves", kind="command", command=LEAVES)
+    strangers = Check(name="strangers", kind="command", command=STRANGERS)
+    assert [result.content for result in await found(pool, world_with(leaves, strangers))] == ["", "0\n"]
+
+
+async def test_the_world_is_not_set_up_in_a_session_of_the_agent(pool: Pool) -> None:
+    world = World(name="w", files={"answer": "the real one"}, checks=(Check(name="a", kind="file", path="answer"),))
+    async with bench(pool, world, "bare") as work:
+        assert not (await work.call("bare", {})).is_error
+        (answer,) = await work.check_world()
+    assert answer.content == "the real one", answer
+
+
+async def test_an_end_of_a_command_that_is_none_is_a_problem(pool: Pool) -> None:
+    """Whatever a tool process returns: a rollout must not end by an infra error for it."""
+    for content in ("[]", "{}", '{"exit_code": 1}', '{"exit_code": 300, "output": ""}', "half of i"):
+        answers = {"run_command": lambda _, content=content: content}
+        world = World(name="w", checks=(Check(name="a", kind="command", command="true"),))
+        async with Pool(ScriptedBackend(answers), 1) as scripted, bench(scripted, world, "terminal") as work:
+            (result,) = await work.check_world()
+        assert "cannot be read" in (result.problem or ""), result
 
 
 async def test_processes_of_the_agent_stand_still_while_a_command_runs(pool: Pool) -> None:

@@ -274,6 +274,18 @@ async def test_a_schema_that_takes_years_costs_the_agent_its_call_and_nobody_els
         await process.close()
 
 
+async def test_what_is_said_of_arguments_is_bounded() -> None:
+    """Names in them are of the agent's choice, and an answer of the process is one line."""
+    process = SchemaProcess()
+    schema = {"type": "object", "additionalProperties": {"type": "object", "additionalProperties": {"type": "integer"}}}
+    try:
+        said = await process.complaint(schema, {"a" * 100_000: {"b": "c"}})
+        assert said is not None
+        assert len(said) < 1_500
+    finally:
+        await process.close()
+
+
 async def test_arguments_nested_without_end_are_the_agents_error() -> None:
     deep: list[Any] = []
     for _ in range(100_000):

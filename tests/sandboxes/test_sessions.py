@@ -116,6 +116,60 @@ while not os.path.exists("count"): time.sleep(0.01)
     assert await say("critic", look) == "0"
 
 
+WAKES_ITSELF = """
+import ctypes, os, signal, struct, time
+libc = ctypes.CDLL(None)
+def wake_every_10_milliseconds():
+    # The kernel drops a SIGCONT that nobody handles.
+    signal.signal(signal.SIGCONT, lambda *_: None)
+    event, timer = struct.pack("qii", 0, signal.SIGCONT, 0) + bytes(48), ctypes.c_void_p()
+    if libc.timer_create(1, ctypes.create_string_buffer(event), ctypes.byref(timer)) == 0:
+        times = struct.pack("qqqq", 0, 10_000_000, 0, 10_000_000)
+        libc.timer_settime(timer, 0, ctypes.create_string_buffer(times), None)
+if os.fork() == 0:
+    os.setsid()
+    wake_every_10_milliseconds()
+    while True:
+        with open("wakes", "a") as file: file.write("x")
+        time.sleep(0.002)
+while not os.path.exists("wakes"): time.sleep(0.01)
+"""
+ENDS_BESIDE_OTHERS = """
+import os, signal, time
+def chain():
+    # A group of its own: a child that stays, and its parent, which takes a while to end and then leaves it orphaned.
+    os.setpgid(0, 0)
+    if os.fork() == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        while True:
+            with open("wakes", "a") as file: file.write("x")
+            time.sleep(0.002)
+    held = bytearray(100 << 20)
+    for page in range(0, len(held), 4096): held[page] = 1
+    os._exit(0)
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        first = os.fork()
+        if first == 0: chain()
+        os.waitpid(first, 0)
+        time.sleep(0.002)
+        try: os.killpg(first, signal.SIGKILL)
+        except OSError: pass
+while not os.path.exists("wakes"): time.sleep(0.01)
+"""
+WAKES = "import os, time\nfirst = os.path.getsize('wakes'); time.sleep(0.05); os.path.getsize('wakes') - first"
+
+
+@pytest.mark.parametrize("code", [WAKES_ITSELF, ENDS_BESIDE_OTHERS], ids=["timer", "orphaned group"])
+async def test_the_kernel_wakes_nobody_while_another_agent_is_at_work(say: Say, code: str) -> None:
+    assert await say("writer", code) == ""
+    # Many times: a process is only sometimes about to end when it is stopped.
+    for number in range(40):
+        assert await say("critic", WAKES) == "0"
+        await say("writer", f"time.sleep({number % 10 / 100})")
+
+
 async def test_one_agent_that_loses_its_session_costs_no_other_its_own(say: Say) -> None:
     await say("critic", "kept = 42")
     assert "the session ended" in await say("writer", "import os\nif os.fork() == 0: os.setsid()\nos._exit(3)")

@@ -75,6 +75,9 @@ def _tiles(overview: Overview) -> list[tuple[str, object]]:
         figures.append(("lasted", duration(overview.ended_at - overview.started_at)))
     rejects = el("a", {"href": address(addresses.REJECTS, overview.run_id)}, f"{overview.rejects:,}")
     figures.append(("rejects", rejects))
+    if overview.infra_error_alarm is not None:
+        told = f"{overview.infra_error_alarm:.0%} of the newest version"
+        figures.append(("infra errors rise", el("span", {"class": "mark-word bad"}, told)))
     if overview.rejects_field:
         figures.append(("unreadable on the field", f"{overview.rejects_field:,}"))
     return figures
