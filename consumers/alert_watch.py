@@ -19,7 +19,8 @@ import httpx
 import structlog
 
 from replayground.consumers.clickhouse.sql_answers import SqlAnswer
-from replayground.schemas.errors import BadInput, LogUnavailable
+from replayground.consumers.operations_log import OperationsWriter
+from replayground.schemas.errors import BadInput, ReplaygroundError
 from replayground.schemas.events import AlertChanged, AlertState, Event, Meta
 from replayground.schemas.ids import new_id, now_microseconds
 from replayground.schemas.run import FIELD
@@ -59,9 +60,10 @@ class AlertLook:
 class AlertWatch:
     """The alerts of a field. `standings` and `looks` may be read from any thread."""
 
-    def __init__(self, log: Log, ask: Ask, webhook: str = "", page_url: str = "") -> None:
+    def __init__(self, log: Log, operations: OperationsWriter, ask: Ask, webhook: str = "", page_url: str = "") -> None:
         """`webhook` is the address that changes are posted to; empty = none."""
         self._log = log
+        self._operations = operations
         self._ask = ask
         self._page_url = page_url
         self._hook = Webhook(webhook) if webhook else None
@@ -103,7 +105,8 @@ class AlertWatch:
                     # From the beginning, each time: what was read before the log failed may not be all.
                     self._standings = {}
                     self._follow(reader)
-            except LogUnavailable as error:
+            # LogBroken too: what ends this program is the writer, which reads the same log.
+            except ReplaygroundError as error:
                 _log.warning("alerts_waiting_for_log", reason=str(error))
                 self._stop.wait(_RETRY_SECONDS)
 
@@ -185,8 +188,7 @@ class AlertWatch:
             threshold=saved.threshold,
             query=saved.meta.id,
         )
-        self._log.append(changed)
-        self._log.flush()
+        self._operations.write(changed)
         # Now, and again when it comes back from the log: the same.
         apply(self._standings, changed)
         fields = fields_of(changed)

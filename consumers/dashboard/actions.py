@@ -130,9 +130,7 @@ def _form[Form](body: bytes, kind: type[Form]) -> Form:
 
 def _write(traces: Traces, event: Event) -> dict[str, str]:
     """Returns when the log has it, and the store too unless that takes long. Raises BadInput, LogUnavailable."""
-    log = traces.require_source().log
-    log.append(event)
-    log.flush()
+    traces.require_source().operations.write(event)
     # The page that is opened next shows it. Verdicts are given faster than this: their page leaves them out by itself.
     until = time.monotonic() + (0.0 if isinstance(event, VerdictGiven) else _STORED_SECONDS_MAX)
     while time.monotonic() < until and not operations.has(traces.store, event):
@@ -170,12 +168,12 @@ def _require_useful(traces: Traces, person: Person, form: QueryForm) -> None:
 
 def give_verdict(traces: Traces, person: Person, form: VerdictForm) -> Event:
     """Raises BadInput, UnknownRun."""
-    log, run = traces.require_source().log, traces.find(form.run)
+    run = traces.find(form.run)
     question = next((asked for asked in run.questions if asked.scorer == form.scorer), None)
     if question is None:
         raise BadInput(f"no scorer {form.scorer[:80]} of {run.run_id} asks people")
     address = address_of(traces.store, run.run_id, form.trajectory, form.attempt)
-    trajectory = log.read_at([address])[0] if address is not None else None
+    trajectory = traces.event_at(address) if address is not None else None
     if address is None or not _is_asked_about(trajectory, run, form.scorer):
         raise BadInput(f"there is no attempt {form.attempt[:80]} in {run.run_id} that {form.scorer} judges")
     assert isinstance(trajectory, TrajectoryAssembled)

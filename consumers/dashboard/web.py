@@ -40,11 +40,12 @@ from replayground.consumers.alert_watch import AlertWatch
 from replayground.consumers.clickhouse.people_sql import PeopleSql
 from replayground.consumers.clickhouse.query_cache import QueryCache
 from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlBusy
-from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.clickhouse.store import Store, StoreFailed
 from replayground.consumers.config import TracesSettings
 from replayground.consumers.dashboard.access import LOOPBACK_NAMES, AccessCheck, Throttle, person_of
 from replayground.consumers.dashboard.tokens import LOCAL, Person, TokenFile
 from replayground.consumers.lag_watch import LagWatch
+from replayground.consumers.operations_log import OperationsWriter
 from replayground.consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
 from replayground.consumers.reports import runs
 from replayground.consumers.reports.lineage import Lineages
@@ -53,8 +54,8 @@ from replayground.consumers.reports.report import report
 from replayground.consumers.reports.runs import Runs, UnknownRun
 from replayground.consumers.reports.summary import summary
 from replayground.consumers.reports.transcripts import Transcript, TranscriptEntry, list_transcripts, transcript
-from replayground.schemas.errors import BadInput, LogUnavailable
-from replayground.schemas.events import Meta, OperatorActed, TrajectoriesSelected
+from replayground.schemas.errors import BadInput, LogUnavailable, Undecodable
+from replayground.schemas.events import Address, Event, Meta, OperatorActed, TrajectoriesSelected
 from replayground.schemas.ids import new_id, now_microseconds
 from replayground.schemas.redaction import redacted
 from replayground.schemas.run import FIELD
@@ -97,6 +98,7 @@ class LogSource:
     log: Log
     lag: LagWatch
     writer: Writer
+    operations: OperationsWriter
 
 
 class Traces:
@@ -111,6 +113,7 @@ class Traces:
         self._runs = Runs(self._answers)
         # Runs belongs to one thread at a time.
         self._turn = threading.Lock()
+        self._reading = threading.Lock()
         self._seen: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
         self._people = PeopleSql(settings)
         self._asked = Throttle(settings.sql_per_minute_max, 60.0)
@@ -119,9 +122,19 @@ class Traces:
             None
             if source is None
             else AlertWatch(
-                source.log, lambda sql: self._people.ask(sql, None, "alerts"), settings.webhook, page_url(settings)
+                source.log,
+                source.operations,
+                lambda sql: self._people.ask(sql, None, "alerts"),
+                settings.webhook,
+                page_url(settings),
             )
         )
+
+    def _alerts(self, source: LogSource) -> AlertWatch:
+        def ask(sql: str) -> SqlAnswer:
+            return self._people.ask(sql, None, "alerts")
+
+        return AlertWatch(source.log, source.operations, ask, self._settings.webhook, page_url(self._settings))
 
     @property
     def store(self) -> Store:
@@ -215,6 +228,16 @@ class Traces:
             age_seconds=answer.age_seconds,
         )
 
+    def event_at(self, address: Address) -> Event:
+        """The event as it stands on the log. Raises BadInput when it is not there any more, LogUnavailable."""
+        log = self.require_source().log
+        try:
+            # One at a time: a log has one client for this.
+            with self._reading:
+                return log.read_at([address])[0]
+        except (LookupError, Undecodable) as error:
+            raise BadInput(f"nothing that can be read stands at {address} on the log any more") from error
+
     def transcripts(
         self, run_id: str | None, *, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
     ) -> list[TranscriptEntry]:
@@ -261,8 +284,7 @@ class Traces:
         source = self.require_source()
         if repair:
             # Before it is done: whoever repairs a store that then fails has acted all the same.
-            source.log.append(acted(person, "reconcile --repair", f"rows of {run_id or 'all runs'}"))
-            source.log.flush()
+            source.operations.write(acted(person, "reconcile --repair", f"rows of {run_id or 'all runs'}"))
         scope = WHOLE_FIELD
         if run_id:
             run = self.find(run_id)
@@ -478,7 +500,9 @@ async def _respond_to(question: Awaitable[Any], shown: Callable[[Any], Response]
     except BadInput as error:
         return _json({"error": redacted(str(error))}, 400)
     except LogUnavailable as error:
-        return _json({"error": f"the log does not answer, so nothing was written: {redacted(str(error))}"}, 503)
+        return _json({"error": f"the log does not answer: {redacted(str(error))}"}, 503)
+    except StoreFailed as error:
+        return _json({"error": redacted(str(error))}, 503)
 
 
 def _json(content: Any, status: int) -> Response:

@@ -12,6 +12,7 @@ from replayground.consumers.config import TracesSettings
 from replayground.consumers.dashboard.web import LogSource, WebServer
 from replayground.consumers.events_to_clickhouse import TraceWriter
 from replayground.consumers.lag_watch import LagWatch
+from replayground.consumers.operations_log import OperationsWriter
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
 from replayground.schemas.events import Position
@@ -48,7 +49,7 @@ def main() -> None:
         LagWatch(log, ProgramMetrics()),
         threading.Event(),
     )
-    web = WebServer(store, settings, LogSource(log, lag, writer))
+    web = WebServer(store, settings, LogSource(log, lag, writer, OperationsWriter(log)))
     writing = threading.Thread(target=writer.write_until, args=(stop,))
     writing.start()
     web.start()

@@ -12,6 +12,7 @@ import pytest
 
 from replayground.consumers.alert_watch import AlertWatch, Webhook, fields_of
 from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlRefused
+from replayground.consumers.operations_log import OperationsWriter
 from replayground.schemas.events import AlertChanged, Event, QuerySaved
 from replayground.streams.log.memory import MemoryLog
 from tests.deploy.test_supervisor import eventually
@@ -75,7 +76,7 @@ def changes(log: MemoryLog) -> list[AlertChanged]:
 
 @contextmanager
 def watching(log: MemoryLog, numbers: Numbers, webhook: str = "") -> Iterator[AlertWatch]:
-    watch = AlertWatch(log, numbers, webhook, "http://page")
+    watch = AlertWatch(log, OperationsWriter(log), numbers, webhook, "http://page")
     watch.start()
     try:
         yield watch

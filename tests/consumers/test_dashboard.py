@@ -20,6 +20,7 @@ from replayground.consumers.config import TracesSettings
 from replayground.consumers.dashboard.web import LogSource, WebServer
 from replayground.consumers.events_to_clickhouse import TraceWriter
 from replayground.consumers.lag_watch import LagWatch
+from replayground.consumers.operations_log import OperationsWriter
 from replayground.schemas.errors import BadInput
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.topics import TOPICS
@@ -625,4 +626,8 @@ def test_a_busy_port_is_said_in_one_line(address: str, memory_log: MemoryLog, st
     settings = TracesSettings(port=int(address.rsplit(":", 1)[1]))
     writer = TraceWriter(memory_log, store, FIELD_RUN, settings, ProgramMetrics())
     with pytest.raises(BadInput, match=r"port \d+ is in use"):
-        WebServer(store, settings, LogSource(memory_log, LagWatch(memory_log, ProgramMetrics()), writer))
+        WebServer(
+            store,
+            settings,
+            LogSource(memory_log, LagWatch(memory_log, ProgramMetrics()), writer, OperationsWriter(memory_log)),
+        )
