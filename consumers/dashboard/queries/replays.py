@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from replayground.consumers.clickhouse.query_cache import CachedQuery, QueryCache
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.clickhouse.views import outcomes
 from replayground.schemas.run import FIELD
@@ -88,12 +89,18 @@ def progress(store: Store, run: RunState) -> tuple[int, int]:
     return judged, int(store.ask(_TO_JUDGE, asked).rows[0][0])
 
 
-def differences(store: Store, run_id: str, sources: Sequence[str]) -> dict[str, float]:
-    """Sums over all attempts that both sides judged, by the names of streams.rules.comparison."""
+def differences(answers: QueryCache, run_id: str, sources: Sequence[str]) -> dict[str, float]:
+    """Sums over all attempts that both sides judged, by the names of streams.rules.comparison. Raises StoreFailed."""
     asked = {"run": run_id, "sources": list(sources)}
-    return store.ask(_DIFFERENCES, asked).dicts()[0] | store.ask(_GROUPS, asked).dicts()[0]
+    sums, groups = (answers.ask(_cached(sql), asked).dicts()[0] for sql in (_DIFFERENCES, _GROUPS))
+    return sums | groups
 
 
-def greatest_changes(store: Store, run_id: str, sources: Sequence[str]) -> list[dict[str, Any]]:
-    """The attempts whose reward changed most."""
-    return store.ask(_CHANGED, {"run": run_id, "sources": list(sources)}).dicts()
+def greatest_changes(answers: QueryCache, run_id: str, sources: Sequence[str]) -> list[dict[str, Any]]:
+    """The attempts whose reward changed most. Raises StoreFailed."""
+    return answers.ask(_cached(_CHANGED), {"run": run_id, "sources": list(sources)}).dicts()
+
+
+def _cached(sql: str) -> CachedQuery:
+    # All attempts of both sides are read: while the replay goes on, not at every look.
+    return CachedQuery(sql, ("RewardAssigned",), seconds=5.0)

@@ -162,8 +162,8 @@ def _replays(entries: Sequence[RunEntry]) -> Element:
 def _one(request: ViewRequest, run: RunState) -> ViewContent:
     """One replay: how far it is, and what it changed."""
     judged, total = replays.progress(request.store, run)
-    found = replays.differences(request.store, run.run_id, run.sources)
-    changes = replays.greatest_changes(request.store, run.run_id, run.sources)
+    found = replays.differences(request.traces.answers, run.run_id, run.sources)
+    changes = replays.greatest_changes(request.traces.answers, run.run_id, run.sources)
     sources = [(el("a", {"href": address(addresses.FLOW, source)}, source), " ") for source in run.sources]
     body = [
         card(
