@@ -18,7 +18,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from msgspec import Struct
 
-from replayground.consumers.dashboard.access import person_of
+from replayground.consumers.clickhouse.sql_answers import SqlBusy
+from replayground.consumers.dashboard.access import Throttle, person_of
 from replayground.consumers.dashboard.queries import operations
 from replayground.consumers.dashboard.queries.verdicts import address_of
 from replayground.consumers.dashboard.tokens import LOCAL, Person
@@ -47,6 +48,8 @@ ALERTS_MAX = 100
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _SOURCES_MAX = 20
 _REJECTS_MAX = 500
+_DECISIONS_PER_MINUTE_MAX = 300
+"of one person"
 _STORED_SECONDS_MAX = 3.0
 _LOOK_SECONDS = 0.1
 
@@ -90,20 +93,37 @@ class RedriveForm(Struct, frozen=True, forbid_unknown_fields=True):
     rejects: list[str]
 
 
+class TooMany(SqlBusy):
+    """One person decides too much at once."""
+
+
 def add_actions(app: FastAPI, traces: Traces) -> None:
     """Adds the actions to the application."""
-    _add(app, traces, "/api/queries", QueryForm, save_query)
-    _add(app, traces, "/api/verdicts", VerdictForm, give_verdict)
-    _add(app, traces, "/api/replays", ReplayForm, request_replay)
-    _add(app, traces, "/api/redrives", RedriveForm, request_redrive)
+    decided = Throttle(_DECISIONS_PER_MINUTE_MAX, 60.0)
+    _add(app, traces, decided, "/api/queries", QueryForm, save_query)
+    _add(app, traces, decided, "/api/verdicts", VerdictForm, give_verdict)
+    _add(app, traces, decided, "/api/replays", ReplayForm, request_replay)
+    _add(app, traces, decided, "/api/redrives", RedriveForm, request_redrive)
 
 
 def _add[Form](
-    app: FastAPI, traces: Traces, path: str, kind: type[Form], made: Callable[[Traces, Person, Form], Event]
+    app: FastAPI,
+    traces: Traces,
+    decided: Throttle,
+    path: str,
+    kind: type[Form],
+    made: Callable[[Traces, Person, Form], Event],
 ) -> None:
     async def answer(request: Request) -> Response:
-        body = await _body(request)
-        return await respond(lambda: _write(traces, made(traces, person_of(request), _form(body, kind))))
+        body, person = await _body(request), person_of(request)
+
+        def write() -> dict[str, str]:
+            if decided.is_full(person.name):
+                raise TooMany(f"more than {_DECISIONS_PER_MINUTE_MAX} decisions in a minute: wait a little")
+            decided.mark(person.name)
+            return _write(traces, made(traces, person, _form(body, kind)))
+
+        return await respond(write)
 
     app.post(path)(answer)
 

@@ -34,6 +34,7 @@ _TOPIC = "operations"
 _POLL_SECONDS = 0.5
 _EVENTS_MAX = 500
 _REPORT_SECONDS = 2.0
+_AGE_MICROSECONDS_MAX = 24 * 3600 * 1_000_000
 
 type Request = ReplayRequested | RedriveRequested
 type Say = Callable[[str], None]
@@ -81,7 +82,11 @@ def serve(path: Path, is_once: bool, say: Say) -> None:
                 requests.read(reader)
                 continue
             say(f"{_sentence(request)}, asked for by {request.requested_by}")
-            say(_carried_out(path, log, request))
+            if now_microseconds() - request.meta.timestamp > _AGE_MICROSECONDS_MAX:
+                # Whoever asked has found another way, or has forgotten it.
+                _report(log, request.meta.id, "failed", "", "nobody carried it out for a day: ask again")
+            else:
+                say(_carried_out(path, log, request))
             requests.reported[request.meta.id] = _reported_now(requests, reader, request.meta.id)
 
 

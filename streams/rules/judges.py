@@ -86,8 +86,8 @@ class LlmJudge:
 
 @dataclass(frozen=True, kw_only=True)
 class HumanVerdict:
-    """People score an attempt with `replayground verdicts`. The score is the mean of their verdicts. Raises BadInput for
-    settings that contradict each other.
+    """People score an attempt on the page (/verdicts) or with `replayground verdicts`. The score is the mean of their
+    verdicts. Raises BadInput for settings that contradict each other.
 
     >>> from replayground import HumanVerdict
     >>> helpful = HumanVerdict(name="helpful", question="Would this answer help the customer?", annotators_min=2)

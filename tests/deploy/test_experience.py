@@ -26,7 +26,14 @@ from replayground.deploy.resolve import ResolvedConfig, load
 from replayground.deploy.run_lifecycle import log_of
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end, write_start
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import Event, RequestReported, RewardAssigned, TrajectoryAssembled
+from replayground.schemas.events import (
+    Event,
+    Meta,
+    ReplayRequested,
+    RequestReported,
+    RewardAssigned,
+    TrajectoryAssembled,
+)
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.run import FIELD, Run
 from replayground.streams.driver import Driver
@@ -388,10 +395,22 @@ def test_what_the_page_asks_for_is_carried_out_once(field: Practised, call: Call
     dry = asked(sources=[RUN], failed_only=True)
     wrong = asked(sources=[RUN], scorers=["nobody"])
     real = asked(sources=[RUN], scorers=["exact_match"], is_dry_run=False)
+    forgotten = ReplayRequested(
+        meta=Meta(id="long-ago", run_id=FIELD, category="replay", topic="operations", sender="ann", timestamp=1),
+        sources=[RUN],
+        scorers=[],
+        failed_only=False,
+        is_dry_run=False,
+        requested_by="ann",
+    )
+    with log_of(field.resolved) as log:
+        log.append(forgotten)
+        log.flush()
     assert call("requests", "--once")[0] == 0
     last = {report.request: report for report in reports()}
     assert (last[dry].state, last[dry].run, last[dry].figures["attempts"]) == ("finished", "", 16)
     assert (last[wrong].state, last[wrong].detail[:25]) == ("failed", "there is no scorer nobody")
+    assert (last["long-ago"].state, last["long-ago"].run) == ("failed", "")
     replay = field.newest("replay")
     assert (last[real].state, last[real].run, replay.reason) == ("finished", replay.run_id, "finished")
     assert (last[real].figures["attempts"], last[real].figures["agreed"]) == (26, 26)
