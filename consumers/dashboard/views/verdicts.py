@@ -105,16 +105,15 @@ def _place(request: ViewRequest, rows: Sequence[Mapping[str, Any]]) -> int:
 def _filters(request: ViewRequest, run: RunState, question: HumanQuestion, annotator: str) -> Element:
     queues = [name for name, query in saved_queries(request.store).items() if query.use == "queue"]
     scorers = [(asked.scorer, asked.scorer) for asked in run.questions]
-    who = {"name": "annotator", "value": annotator, "maxlength": 80, "data-submit": True, "autocomplete": "nickname"}
+    who = {"name": "annotator", "value": annotator, "maxlength": 80, "autocomplete": "nickname"}
     return el(
         "form",
         {"class": "filters", "method": "get", "action": addresses.VERDICTS},
         hidden(run=run.run_id),
         select("scorer", "scorer", scorers, question.scorer),
         select("queue", "queue", [("", "all that wait"), *((name, name) for name in queues)], request.text("queue")),
-        el("label", "who judges", el("input", who)) if request.person == LOCAL else None,
+        [el("label", "who judges", el("input", who)), el("button", "Show")] if request.person == LOCAL else None,
         el("a", {"href": address(addresses.SQL, use="queue")}, "a queue from a question"),
-        el("noscript", el("button", "Show")),
     )
 
 
