@@ -62,6 +62,8 @@ LIBRARIES = "/opt/libraries"
 SESSION_SOCKET = 3
 # Used inside gVisor, where the runner is root of gVisor's kernel; in bubblewrap all processes have one uid.
 SESSION_USER = 65534
+# The session of the workbench (workbench.py) in which it looks at the world when the agents have ended.
+CHECKS = "(checks)"
 # Above the numbers that a tool process keeps, which closes all up to this one.
 HOST_SOCKET = 100
 PR_SET_DUMPABLE, PR_SET_SECCOMP = 4, 22
@@ -259,7 +261,8 @@ class Runner:
             self.switch_to(name)
         self.active = name
         if name not in self.sessions:
-            self.sessions[name] = start_tool_process(self.tools, self.limits, self.number_of(name))
+            number = self.number_of(name)
+            self.sessions[name] = start_tool_process(self.tools, self.limits, number, self.user_of(number))
         # Zombies count against RLIMIT_NPROC, and pid 1 is the parent of every orphan.
         bury_orphans({session.pid for session in self.sessions.values()})
         session = self.sessions[name]
@@ -274,6 +277,11 @@ class Runner:
             os.chmod(WORK, 0o777)
             os.chmod(TEMPORARY, 0o777)
         return self.numbers.setdefault(name, len(self.numbers) + 1)
+
+    def user_of(self, number: int) -> int:
+        """Of a session in gVisor: each agent has one, and checks that of the agent if there was only one without a name,
+        whose files and folders they would otherwise not be able to change."""
+        return SESSION_USER - (0 if self.numbers.keys() <= {CHECKS} else number)
 
     def switch_to(self, name: str) -> None:
         """Stop every process but those of this session."""
@@ -630,15 +638,15 @@ def signal_name(number: int) -> str:
 # ----------------------------------------------------------------------------------------------- the session child
 
 
-def start_tool_process(tools: Tools, limits: dict[str, Any], number: int) -> ToolProcess:
+def start_tool_process(tools: Tools, limits: dict[str, Any], number: int, user: int) -> ToolProcess:
     """Fork the process in which all tools and all code of one agent run. It has a number where several use the
-    sandbox, otherwise 0."""
+    sandbox, otherwise 0. `user` is for gVisor."""
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
     pid = os.fork()
     if pid == 0:
         try:
             ours.close()
-            become_tool_process(theirs.detach(), limits, number)
+            become_tool_process(theirs.detach(), limits, number, user)
             serve_tools(tools, limits)
         finally:
             # The child must never return into the runner's code.
@@ -647,7 +655,7 @@ def start_tool_process(tools: Tools, limits: dict[str, Any], number: int) -> Too
     return ToolProcess(pid, ours, limits)
 
 
-def become_tool_process(connection: int, limits: dict[str, Any], number: int) -> None:
+def become_tool_process(connection: int, limits: dict[str, Any], number: int, user: int) -> None:
     """Turn the forked child into an unprivileged process: drop descriptors and uid, set limits."""
     os.dup2(connection, SESSION_SOCKET, inheritable=False)
     # Closes the host's socket before anything of the agent can run.
@@ -657,7 +665,6 @@ def become_tool_process(connection: int, limits: dict[str, Any], number: int) ->
         os.setgroups([])
         os.setresgid(SESSION_USER, SESSION_USER, SESSION_USER)
         # A uid for each agent: gVisor does not know what not being dumpable means. Files stay open to all of them.
-        user = SESSION_USER - number
         os.setresuid(user, user, user)
         os.umask(0 if number else 0o022)
         refuse_timers()
