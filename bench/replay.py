@@ -1,10 +1,13 @@
-"""Judging old trajectories again, beside plain confluent-kafka and plain fastavro on the same topic.
+"""Judging old trajectories again, training on them again and tracing them, each beside what it is measured against.
 
-rescore_to_bare         one process that reads, judges, groups and writes, to one that only reads and decodes
-rescore_two_processes   one process to two, each with its start; only of use when nothing else runs
-rescore_memory_growth   peak memory of a process that judges a million trajectories, to one that judges ten thousand
+rescore_to_bare         one process that reads, judges, groups and writes exactly once, to one that only reads the same topic
+                        with plain confluent-kafka and decodes it with plain fastavro
+rescore_two_processes   one process to two, from their start to their end; only of use when nothing else runs
+memory_growth           peak memory of a process that judges a million trajectories, to one that judges ten thousand
+lineage_seconds         the slowest lineage of many versions of a run with a million trajectories (bench.replay_lineage)
+retrain_to_online       steps a minute of a retraining, to those of the run that practised (bench.replay_online)
 
-retrain_to_online needs a model server, and is measured on the field of the showcase: bench.replay_field.
+Parts: bare, processes, memory, lineage, online. `python -m bench replay:memory` measures one of them.
 """
 
 import io
@@ -15,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +29,8 @@ import msgspec
 from confluent_kafka import Consumer, TopicPartition
 
 from bench.log import _CONSUMER
+from bench.replay_lineage import lineage
+from bench.replay_online import online
 from bench.rounds import Figure, figure
 from replayground.deploy.experience.workers import Work, rescore
 from replayground.deploy.local.stack import LogAddresses, local_log
@@ -54,24 +59,44 @@ _NAME = "G{:07}".format
 "a group; all names are as long, so that Avro's length prefixes stay right when one takes the place of another"
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How much is measured."""
-
-    trajectories: int
-    rounds: int
-    small: int
-    large: int
-
-
 def measure(quick: bool) -> dict[str, Figure]:
-    """Limits: rescore_to_bare at least 0.5, rescore_two_processes at least 1.7, memory_growth at most 1.1."""
-    sizes = Sizes(4_000, 1, 1_000, 4_000) if quick else Sizes(20_000, 3, 10_000, 1_000_000)
+    """Limits: rescore_to_bare at least 0.5, rescore_two_processes at least 1.7, memory_growth at most 1.1, lineage_seconds
+    at most 2, retrain_to_online at least 3."""
+    figures: dict[str, Figure] = {}
+    for part in PARTS.values():
+        figures |= part(quick)
+    return figures
+
+
+def bare(quick: bool) -> dict[str, Figure]:
+    trajectories, rounds = (8_000, 1) if quick else (40_000, 5)
     with _broker() as (addresses, log):
-        fill(log, sizes.trajectories)
-        figures = _against_bare(addresses, log, sizes)
-        figures |= _by_processes(addresses, log, sizes)
-    return figures | _growth(sizes)
+        fill(log, trajectories)
+        return _against_bare(addresses, log, rounds)
+
+
+def processes(quick: bool) -> dict[str, Figure]:
+    trajectories, rounds = (20_000, 1) if quick else (100_000, 3)
+    with _broker() as (addresses, log):
+        fill(log, trajectories)
+        return _by_processes(addresses, log, rounds)
+
+
+def memory(quick: bool) -> dict[str, Figure]:
+    """Peak memory of a process of its own that judges a whole log, for a large one and a small one."""
+    peaks = [_peak_mebibytes(count) for count in (10_000, 40_000 if quick else 1_000_000)]
+    print(f"  {peaks[0]:.0f} and {peaks[1]:.0f} MiB", file=sys.stderr, flush=True)
+    return {"memory_growth": figure([peaks[1] / peaks[0]]), "rescore_mebibytes": figure([peaks[1]])}
+
+
+PARTS: dict[str, Callable[[bool], dict[str, Figure]]] = {
+    "bare": bare,
+    "processes": processes,
+    "memory": memory,
+    "lineage": lineage,
+    "online": online,
+}
+"what can be measured alone"
 
 
 @contextmanager
@@ -132,17 +157,25 @@ def _renamed(event: Event) -> Event:
 # one process, beside a bare consumer
 
 
-def _against_bare(addresses: LogAddresses, log: KafkaLog, sizes: Sizes) -> dict[str, Figure]:
+def _against_bare(addresses: LogAddresses, log: KafkaLog, rounds: int) -> dict[str, Figure]:
     """Seconds by the clock, and of the processor, threads of the client included. Both in every round."""
     ends = log.end_positions([TOPIC])
-    found = [
-        (_timed(partial(_bare, addresses, ends)), _timed(partial(_judge, addresses, f"round-{number}", ends)))
-        for number in range(sizes.rounds)
-    ]
+    trajectories = sum(end.offset for end in ends)
+    found: list[tuple[Timed, Timed]] = []
+    for number in range(rounds):
+        sides = {
+            "bare": partial(_bare, addresses, ends),
+            "judged": partial(_judge, addresses, f"round-{number}", ends),
+        }
+        # Every other round in reverse order: neither may always find the broker's files in memory first.
+        names = list(sides) if number % 2 == 0 else list(reversed(sides))
+        timed = {name: _timed(sides[name]) for name in names}
+        print(f"  {timed}", file=sys.stderr, flush=True)
+        found.append((timed["bare"], timed["judged"]))
     return {
         "rescore_to_bare": figure(bare.seconds / judged.seconds for bare, judged in found),
         "rescore_to_bare_processor": figure(bare.processor / judged.processor for bare, judged in found),
-        "rescore_per_second": figure(sizes.trajectories / judged.seconds for _, judged in found),
+        "rescore_per_second": figure(trajectories / judged.seconds for _, judged in found),
     }
 
 
@@ -202,31 +235,26 @@ def run_on(addresses: LogAddresses, run_id: str) -> Run:
 # processes
 
 
-def _by_processes(addresses: LogAddresses, log: KafkaLog, sizes: Sizes) -> dict[str, Figure]:
+def _by_processes(addresses: LogAddresses, log: KafkaLog, rounds: int) -> dict[str, Figure]:
     """Seconds of one process to those of two, from the start of the processes to their end."""
     ends = tuple(log.end_positions([TOPIC]))
     starts = tuple(msgspec.structs.replace(end, offset=0) for end in ends)
     request = RescoreRequest(sources=(_SOURCE,), start=starts, end=ends)
-    rounds: list[float] = []
-    for number in range(sizes.rounds):
+    found: list[float] = []
+    for number in range(rounds):
         seconds: dict[int, float] = {}
         # Every other round in reverse order: neither may always be the one on a warm machine.
         for processes in (1, 2) if number % 2 == 0 else (2, 1):
             run = run_on(addresses, f"processes-{number}-{processes}")
             began = time.perf_counter()
-            assert rescore(Work(run, request, _MODULE, None), processes, lambda standing: None)
+            rescore(Work(run, request, _MODULE, None), processes, lambda standing: None)
             seconds[processes] = time.perf_counter() - began
-        rounds.append(seconds[1] / seconds[2])
-    return {"rescore_two_processes": figure(rounds)}
+        print(f"  {seconds}", file=sys.stderr, flush=True)
+        found.append(seconds[1] / seconds[2])
+    return {"rescore_two_processes": figure(found)}
 
 
 # memory
-
-
-def _growth(sizes: Sizes) -> dict[str, Figure]:
-    """Peak memory of a process of its own that judges a whole log, for a large one and a small one."""
-    peaks = [_peak_mebibytes(count) for count in (sizes.small, sizes.large)]
-    return {"rescore_memory_growth": figure([peaks[1] / peaks[0]]), "rescore_mebibytes": figure([peaks[1]])}
 
 
 def _peak_mebibytes(trajectories: int) -> float:

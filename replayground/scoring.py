@@ -40,16 +40,14 @@ class FunctionScorer:
         if self.declared_version is not None:
             return self.declared_version
         settings = {"weight": self.weight, "pass_mark": self.pass_mark, "needs": self.needs}
-        function = inspect.unwrap(self.judge)
-        assert isinstance(function, FunctionType)
-        return digest_of_function(function, settings)
+        return digest_of_function(self.judge, settings)
 
     def score(self, trajectory: TrajectoryAssembled) -> Score:
         result = self.judge(trajectory)
         if inspect.iscoroutine(result):
             result = _run_to_end(result, self.timeout_seconds)
-        # float(): a function may return a bool or an int.
-        return result if isinstance(result, Score) else Score(score=float(result))  # type: ignore[arg-type]
+        # A bool, an int or a numpy number becomes a float where all scores are checked.
+        return result if isinstance(result, Score) else Score(score=result)  # type: ignore[arg-type]
 
 
 @overload

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from replayground.schemas.errors import BlobDamaged
+from replayground.trainer.weights_file import write_tensors
 
 OPTIMIZER = "optimizer.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -22,13 +23,13 @@ def write_optimizer(
     """Writes the checkpoint into a folder and returns it by name; {} before the first step."""
     # By name of the parameter, not by index as in state_dict: it does not depend on the order of parameters.
     tensors = {
-        f"{name}/{key}": value.contiguous()
+        f"{name}/{key}": value
         for name, parameter in sorted(parameters.items())
         for key, value in optimizer.state.get(parameter, {}).items()
     }
     if not tensors:
         return {}
-    save_file(tensors, folder / OPTIMIZER)
+    write_tensors(tensors, folder / OPTIMIZER, {})
     return {OPTIMIZER: folder / OPTIMIZER}
 
 

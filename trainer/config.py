@@ -104,9 +104,9 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     icepop_low: float = 0.5
     "icepop: a token whose importance weight is below this has no gradient"
     gspo_clip_low: float = 3e-4
-    "gspo: clip_low of the ratio of a whole trajectory"
+    "gspo: clip_low of the ratio of a whole context"
     gspo_clip_high: float = 4e-4
-    "gspo: clip_high of the ratio of a whole trajectory"
+    "gspo: clip_high of the ratio of a whole context"
     second_moment_max: float = 0.04
     "m2po: bound of the mean squared log-ratio of the tokens that it keeps"
     probability_drop: float = 0.2
@@ -114,7 +114,7 @@ class GrpoSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     square_weight: float = 1e-3
     "probability: weight of the squared difference of log-probabilities"
     rejection_low: float | None = None
-    "a trajectory whose geometric mean of importance ratios is below it is removed from the loss; null = never"
+    "a context whose geometric mean of importance ratios is below it is removed from the loss; null = never"
     rejection_high: float | None = None
     "the same above"
     reference_weight: float = 0.0

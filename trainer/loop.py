@@ -9,11 +9,13 @@ Modules: config (settings), phases (which versions are made how), batch and loss
 computed), publish (blobs and events), retention (which older versions are removed), refusal (steps that cannot be
 taken). Nothing is kept outside of the log and the blobs: a restart loads the newest version and continues, and a batch
 that was already trained on is skipped. With each version a snapshot is written that says from where on to look for the
-newest version, so a restart does not read all of them.
+newest version, so a restart does not read all of them. A version whose files are damaged is made again from the one
+before it (_remake).
 
 train_sft is the same program with another end: one SFT phase on trajectories that the caller selected.
 """
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ from pathlib import Path
 import structlog
 
 from replayground.schemas.blobs import Blobs, open_blobs
-from replayground.schemas.errors import BadInput, Fenced, LogBroken, LogUnavailable, ReplaygroundError
+from replayground.schemas.errors import BadInput, BlobDamaged, Fenced, LogBroken, LogUnavailable, ReplaygroundError
 from replayground.schemas.events import (
     BatchCut,
     Position,
@@ -62,6 +64,7 @@ from replayground.trainer.scratch import scratch_folder
 _POLL_SECONDS = 0.2
 _EVENTS_MAX = 2000
 _RETRY_SECONDS = 1.0
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _logger = structlog.get_logger(__name__)
 
@@ -179,7 +182,8 @@ def _repeat[T](
     stop: threading.Event,
     now: Callable[[], int],
 ) -> T | None:
-    """Does the work; when the log is unavailable, it starts over from the newest version on it. None = stopped."""
+    """Does the work; when the log is unavailable or the disk is full, it starts over from the newest version on the log.
+    None = stopped."""
     job = load_job(run.job.module)
     while not stop.is_set():
         try:
@@ -193,6 +197,13 @@ def _repeat[T](
         except LogUnavailable as error:
             _logger.warning("log_unavailable", reason=str(error))
             program_metrics.detail = f"waiting for the log: {error}"
+            stop.wait(_RETRY_SECONDS)
+        # What was written so far went with the scratch folder, so there may be room already.
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            _logger.error("disk_full", reason=str(error))
+            program_metrics.detail = f"waiting for room on the disk: {error}"
             stop.wait(_RETRY_SECONDS)
     return None
 
@@ -212,6 +223,7 @@ class _TrainingLoop:
     probe_tokens: list[int] | None = None
     retention: Retention | None = None
     pauses_when_refused: bool = True
+    demonstrations: Callable[[], Sequence[TrajectoryAssembled]] = list
 
     def go(self) -> None:
         """All phases of practice; returns only when stopped."""
@@ -227,6 +239,7 @@ class _TrainingLoop:
 
     def _go_through(self, phases: Sequence[Phase], demonstrations: Callable[[], Sequence[TrajectoryAssembled]]) -> int:
         """Makes the versions that are left of some phases, the last of which must end. Returns the newest version."""
+        self.demonstrations = demonstrations
         with self._writing() as (transactor, batches):
             version = self._load_newest()
             for phase in phases:
@@ -237,7 +250,7 @@ class _TrainingLoop:
                         version = self._create(transactor, batches)
                     case "sft":
                         assert version == phase.first - 1, "phases follow each other without a gap"
-                        version = self._learn(version, demonstrations, transactor, batches)
+                        version = self._publish("sft", version, version + 1, self._learn(), transactor, batches)
                     case "grpo":
                         assert version is not None, "practice needs weights to begin with"
                         version = self._practise(version, phase.last, transactor, batches)
@@ -272,9 +285,65 @@ class _TrainingLoop:
         newest = self._newest()
         if newest is None:
             return None
-        self._load(newest)
+        self._load_or_remake(newest)
         self._report_version(newest.version)
         return newest.version
+
+    def _load_or_remake(self, version: WeightsPublished) -> None:
+        """Loads the engine. Raises BlobDamaged when files are damaged and cannot be made again."""
+        try:
+            self._load(version)
+        except BlobDamaged as damage:
+            _logger.error("version_damaged", version=version.version, reason=str(damage))
+            self._remake(version, damage)
+
+    def _remake(self, version: WeightsPublished, damage: BlobDamaged) -> None:
+        """Makes a published version again, from the log and the version before it, and stores its files again. The engine
+        has it loaded then. Raises BlobDamaged unless the files are the same, byte for byte."""
+        before = None if version.base_version is None else weights_on_log(self.log, self.run, version.base_version)
+        if version.copied_from is not None or (before is None and version.base_version is not None):
+            raise BlobDamaged(
+                f"version {version.version} is damaged ({damage}), and what it was made from is not on the log any more: "
+                "restore its files, or begin another run with [job] weights_from"
+            ) from damage
+        if before is not None:
+            self._load_or_remake(before)
+        self.program_metrics.detail = f"making version {version.version} again, its files are damaged"
+        self._make_again(version)
+        saved = self.engine.save(self.publisher.weights_folder)
+        checkpoint = self.engine.checkpoint(self.publisher.checkpoint_folder)
+        stored = [*self.publisher.store(saved), *self.publisher.store(checkpoint)]
+        if [(file.name, file.sha256) for file in stored] != [
+            (file.name, file.sha256) for file in (*version.files, *version.checkpoint)
+        ]:
+            raise BlobDamaged(
+                f"version {version.version} is damaged ({damage}), and made again it has other weights: settings, code or "
+                "machine are not those that made it. Restore its files, or begin another run with [job] weights_from"
+            ) from damage
+        _logger.info("version_made_again", version=version.version)
+
+    def _make_again(self, version: WeightsPublished) -> None:
+        if version.base_version is None:
+            self._make_base()
+        elif not version.batches:
+            self._learn()
+        else:
+            if self.settings.grpo.reference_weight:
+                self._set_reference(self.run.job.first_version)
+            self._take(self._batch_called(version.batches[0]))
+
+    def _batch_called(self, batch_id: str) -> BatchCut:
+        """A batch that was trained on before. Raises BlobDamaged when it is not on the log."""
+        reader = self.log.reader(["batches"], start=self.run.start, run_id=self.run.run_id)
+        try:
+            while not reader.caught_up():
+                self._check_stop()
+                for delivery in reader.poll(_EVENTS_MAX, _POLL_SECONDS):
+                    if isinstance(delivery.event, BatchCut) and delivery.event.meta.id == batch_id:
+                        return delivery.event
+        finally:
+            reader.close()
+        raise BlobDamaged(f"batch {batch_id} is not on the log: the version that was made from it cannot be made again")
 
     def _create(self, transactor: Transactor, batches: Reader) -> int:
         """Publishes the first version. Returns its number."""
@@ -282,10 +351,13 @@ class _TrainingLoop:
         if copied is not None:
             return self._copy(copied, transactor, batches)
         self.program_metrics.detail = "making the base model"
+        self._make_base()
+        return self._publish("initial", None, 0, StepReport(), transactor, batches)
+
+    def _make_base(self) -> None:
         with self.program_metrics.busy():
             folder = self.publisher.new_folder()
             self.engine.load(base_model(self.settings.model, self.job, self.run.seed, folder), {})
-        return self._publish("initial", None, 0, StepReport(), transactor, batches)
 
     def _load(self, version: WeightsPublished) -> dict[str, Path]:
         """Loads the engine; returns the files of the version by name."""
@@ -316,22 +388,16 @@ class _TrainingLoop:
             probe = self._probe(self._load(source))
         return self._announce("initial", self.publisher.copy_of(source, probe), StepReport(), transactor, batches)
 
-    def _learn(
-        self,
-        base_version: int,
-        demonstrations: Callable[[], Sequence[TrajectoryAssembled]],
-        transactor: Transactor,
-        batches: Reader,
-    ) -> int:
-        """The SFT phase: trains on demonstrations and publishes the version after the base."""
+    def _learn(self) -> StepReport:
+        """The SFT phase: trains on demonstrations."""
         began = time.monotonic()
-        trajectories = demonstrations()
+        trajectories = self.demonstrations()
         read_seconds = time.monotonic() - began
         with self.program_metrics.busy():
             report = self.engine.sft(trajectories, self._progress)
         self.program_metrics.gauge("progress", 1.0)
         report.seconds["read"] = read_seconds
-        return self._publish("sft", base_version, base_version + 1, report, transactor, batches)
+        return report
 
     def _practise(self, version: int, last: int | None, transactor: Transactor, batches: Reader) -> int:
         """Takes steps up to the last version, without one until stopped. Returns the newest version."""
@@ -363,7 +429,7 @@ class _TrainingLoop:
         newest = self._newest()
         assert newest is not None, "a batch is for a version that was published"
         # The refused step may have changed the weights.
-        self._load(newest)
+        self._load_or_remake(newest)
 
     def _next_batch(self, version: int, batches: Reader) -> BatchCut:
         """Blocks until the batch for this version arrives. Raises BatchOutOfOrder, _Stopped, LogUnavailable."""
@@ -395,6 +461,11 @@ class _TrainingLoop:
 
     def _step(self, batch: BatchCut, transactor: Transactor, batches: Reader) -> int:
         self.program_metrics.detail = f"taking step {batch.index}"
+        base, report = batch.base_version, self._take(batch)
+        return self._publish("grpo", base, base + 1, report, transactor, batches, batch.meta.id)
+
+    def _take(self, batch: BatchCut) -> StepReport:
+        """Takes the step of a batch, without publishing it."""
         began = time.monotonic()
         # A batch refers to its trajectories by address, so it stays small.
         events = self.log.read_at([member.trajectory for member in batch.members])
@@ -417,9 +488,7 @@ class _TrainingLoop:
         if report.refused:
             _logger.warning("trajectories_refused", count=len(report.refused), first=report.refused[0])
         report.metrics.update(_batch_metrics(batch))
-        return self._publish(
-            "grpo", batch.base_version, batch.base_version + 1, report, transactor, batches, batch.meta.id
-        )
+        return report
 
     def _publish(
         self,

@@ -20,7 +20,8 @@ LOGRATIO_MAX = 20.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of whole trajectories, flattened: every tensor has one entry for each token."""
+    """Tokens of whole trajectories, flattened: every tensor has one entry for each token. A trajectory of several contexts
+    counts as several here: ratios and rejections of sequences are those of contexts."""
 
     theta: Tensor
     prox: Tensor

@@ -56,9 +56,18 @@ def write_float32(tensors: StoredTensors, path: Path) -> None:
     shapes = {name: TensorShape("F32", tensors.shape(name)) for name in tensors}
     with new_tensor_file(path, shapes, METADATA) as writer:
         for name in writer.names:
-            writer.write(name, bytes_of(tensors[name].to(torch.float32)))
+            writer.write(name, _bytes_of(tensors[name].to(torch.float32)))
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] = METADATA) -> None:
+    """Writes tensors in memory into one file, and flushes it to the disk. Raises OSError."""
+    # Not by the library safetensors: it reports a full disk by an error without a number.
+    shapes = {name: TensorShape(_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with new_tensor_file(path, shapes, metadata) as writer:
+        for name in writer.names:
+            writer.write(name, _bytes_of(tensors[name]))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, without a copy where it is contiguous."""
     return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())

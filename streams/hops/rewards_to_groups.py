@@ -91,13 +91,12 @@ class GroupRewards:
         assert state.filled, "a group has at least one member"
         # By member index, so that the order in which rewards arrived does not matter.
         chosen = [list(state.members[index][state.filled[index]].values()) for index in sorted(state.filled)]
-        are_valid = [is_valid(rewards) for rewards in chosen]
-        valid = [reward_of(rewards) for rewards, counts in zip(chosen, are_valid, strict=True) if counts]
+        judged = [(rewards, reward_of(rewards), is_valid(rewards)) for rewards in chosen]
+        valid = [reward for _, reward, counts in judged if counts]
         dropped = drop_reason(valid)
         by_valid = iter(advantages(valid, self._advantage) if dropped is None else [0.0] * len(valid))
         members = [
-            _member(rewards, counts, next(by_valid) if counts else 0.0)
-            for rewards, counts in zip(chosen, are_valid, strict=True)
+            _member(rewards, reward, counts, next(by_valid) if counts else 0.0) for rewards, reward, counts in judged
         ]
         assert next(by_valid, None) is None, "each advantage belongs to one valid member"
         versions = {reward.scorer: reward.scorer_version for reward in chosen[0]}
@@ -124,14 +123,14 @@ def _with_reward(state: GroupState, reward: RewardAssigned, attempt_id: str) -> 
     )
 
 
-def _member(rewards: list[RewardAssigned], valid: bool, advantage: float) -> GroupMember:
+def _member(rewards: list[RewardAssigned], reward: float, valid: bool, advantage: float) -> GroupMember:
     first = rewards[0]
     return GroupMember(
         index=first.index,
         trajectory_id=first.meta.trajectory_id or "",
         attempt_id=first.meta.attempt_id or "",
         trajectory=first.trajectory,
-        reward=reward_of(rewards),
+        reward=reward,
         advantage=advantage,
         valid=valid,
         tokens_sampled=first.tokens_sampled,

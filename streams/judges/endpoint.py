@@ -95,7 +95,8 @@ def _completion(body: bytes, messages: Sequence[dict[str, str]]) -> Completion:
         response = msgspec.json.decode(body, type=_Response)
         # Null for a refusal or a structured call: an answer without a verdict.
         text = response.choices[0].message.content or ""
-    except (msgspec.MsgspecError, IndexError) as error:
+    # RecursionError: brackets nested too deep.
+    except (msgspec.MsgspecError, IndexError, RecursionError) as error:
         raise EndpointDown(f"its answer is no chat completion: {error}") from error
     # Without a count the budget would never be used up.
     asked = sum(len(message["content"]) for message in messages)

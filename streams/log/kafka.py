@@ -775,8 +775,8 @@ class KafkaTransactor:
     def commit(self, events: Sequence[Event], reader: Reader | None, tombstones: Sequence[Tombstone] = ()) -> None:
         assert reader is None or isinstance(reader, KafkaReader)
         # before the transaction begins: an event that cannot be written must not leave one open
-        for event in events:
-            self._guard.write(type(event))
+        for kind in {type(event) for event in events}:
+            self._guard.write(kind)
         for tombstone in tombstones:
             self._guard.write_bytes(tombstone.topic)
         messages = [(topic_of(event), event, self._codec.encode(event)) for event in events]

@@ -16,6 +16,7 @@ from replayground.schemas.ids import derived_id, now_microseconds
 from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Delivery, Log
 from replayground.streams.log.snapshots import newest_snapshot, snapshot
+from replayground.streams.replay.patience import while_log_is_away
 from replayground.streams.replay.selection import PartitionSelection
 
 STATE_VERSION = "copying-1"
@@ -105,7 +106,18 @@ def copy_batches(
     stop: threading.Event,
 ) -> CopyState | None:
     """Copies until everything of the source is copied and `has_ended` says that no more comes; None when `stop` was set.
-    Raises Fenced, LogBroken, LogUnavailable."""
+    Waits while the log is unavailable. Raises Fenced, LogBroken."""
+    return while_log_is_away(lambda: _copy(run, log, rule, start, has_ended, stop), stop)
+
+
+def _copy(
+    run: Run,
+    log: Log,
+    rule: CopyRule,
+    start: Sequence[Position],
+    has_ended: Callable[[], bool],
+    stop: threading.Event,
+) -> CopyState | None:
     run = msgspec.structs.replace(run, program="replay-copy")
     transactor = log.transactor(f"replay-{run.run_id}-copy")
     try:

@@ -21,6 +21,7 @@ from replayground.streams.hops.groups_to_batches import STATE_VERSION as CUT_STA
 from replayground.streams.hops.groups_to_batches import CutGroups, CutState
 from replayground.streams.log.protocol import Log
 from replayground.streams.log.snapshots import newest_snapshot, snapshot
+from replayground.streams.replay.patience import while_log_is_away
 
 STATE_VERSION = f"replay-{CUT_STATE_VERSION}"
 _ANY_AGE = 10**12
@@ -41,7 +42,18 @@ def cut_replay(
     stop: threading.Event,
 ) -> int | None:
     """Cuts all groups of the run that are on the log. Returns how many batches there are, or None when `stop` was set.
-    Groups that do not fill a batch are left over. Raises Fenced, LogBroken, LogUnavailable."""
+    Groups that do not fill a batch are left over. Waits while the log is unavailable. Raises Fenced, LogBroken."""
+    return while_log_is_away(lambda: _cut(run, log, groups_per_batch, first_version, report, stop), stop)
+
+
+def _cut(
+    run: Run,
+    log: Log,
+    groups_per_batch: int,
+    first_version: int,
+    report: Callable[[int], None],
+    stop: threading.Event,
+) -> int | None:
     hop = CutGroups(run.run_id, groups_per_batch, _ANY_AGE, first_version)
     run = msgspec.structs.replace(run, program="replay-cut")
     transactor = log.transactor(f"replay-{run.run_id}-cut")

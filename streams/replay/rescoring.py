@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import structlog
 from msgspec import Struct
 
-from replayground.schemas.errors import LogUnavailable
 from replayground.schemas.events import Address, Event, Position, Purpose, RewardAssigned, TrajectoryAssembled
 from replayground.schemas.ids import now_microseconds
 from replayground.schemas.job import Scorer
@@ -24,11 +22,10 @@ from replayground.streams.hops.rewards_to_groups import GroupRewards, GroupState
 from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories
 from replayground.streams.log.protocol import Delivery, Log, Reader
 from replayground.streams.log.snapshots import newest_snapshot, snapshot
+from replayground.streams.replay.patience import while_log_is_away
 from replayground.streams.replay.selection import TOPIC, PartitionSelection
 from replayground.streams.rules.advantage import AdvantageKind
 from replayground.streams.rules.scoring import versions_of
-
-logger = structlog.get_logger()
 
 STATE_VERSION = "rescoring-1"
 "of PartitionState: a snapshot of another version is ignored"
@@ -37,7 +34,6 @@ ATTEMPTS_REMEMBERED = 2048
 killed; it repeats what it wrote since its last commit, which are fewer."""
 _POLL_EVENTS = 1000
 _POLL_SECONDS = 0.2
-_RETRY_SECONDS = 1.0
 # In insertion order, which follows from the log: `attempts` must stay in the order in which they came.
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -165,14 +161,9 @@ def rescore_partition(
 ) -> PartitionState | None:
     """Judges one partition. Returns the last state, or None when `stop` was set. Waits while the log is unavailable.
     Raises Fenced, LogBroken."""
-    while not stop.is_set():
-        try:
-            return _PartitionWork(run, log, fold, wanted, report, stop).go()
-        # The outcome of a transaction may be unknown: the newest snapshot on the log says how far it came.
-        except LogUnavailable as error:
-            logger.warning("log_unavailable", partition=wanted.start.partition, reason=str(error))
-            stop.wait(_RETRY_SECONDS)
-    return None
+    return while_log_is_away(
+        lambda: _PartitionWork(run, log, fold, wanted, report, stop).go(), stop, partition=wanted.start.partition
+    )
 
 
 class _PartitionWork:

@@ -42,7 +42,8 @@ def advantages(rewards: Sequence[float], kind: AdvantageKind) -> list[float]:
         case "centred":
             return centred
         case "standardised":
-            return [value / (deviation(rewards) + _DEVIATION_FLOOR) for value in centred]
+            scale = deviation(rewards) + _DEVIATION_FLOOR
+            return [value / scale for value in centred]
         case "leave_one_out":
             # Equals the reward minus the mean of the others.
             return [value * len(rewards) / (len(rewards) - 1) for value in centred]

@@ -6,6 +6,7 @@ So text of the agent that the model merely quotes is never read as a verdict.
 """
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -71,10 +72,17 @@ def read_verdict(reply: str, scale: tuple[float, float]) -> ModelVerdict:
     text = reply.strip()
     # Many models wrap JSON in a code block, whatever they are told.
     fenced = _FENCED.fullmatch(text)
+    body = fenced.group(1) if fenced else text
     try:
-        verdict = msgspec.json.decode(fenced.group(1) if fenced else text, type=ModelVerdict)
-    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+        verdict = msgspec.json.decode(body, type=ModelVerdict)
+        # As pairs, since a dict would keep one of two equal keys.
+        names = [name for name, _ in json.loads(body, object_pairs_hook=list)]
+    # RecursionError: brackets nested too deep.
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError) as error:
         raise UnreadableVerdict(f"it is not one JSON object with score and reason ({error})") from error
+    # Else the last one would count, whichever the model meant.
+    if names.count("score") > 1:
+        raise UnreadableVerdict("it holds two scores")
     if not is_on_scale(verdict.score, scale):
         raise UnreadableVerdict(f"its score {verdict.score:g} is not between {scale[0]:g} and {scale[1]:g}")
     return verdict

@@ -35,8 +35,13 @@ def is_valid(rewards: Sequence[RewardAssigned]) -> bool:
 
 def has_passed(rewards: Sequence[RewardAssigned]) -> bool:
     """Whether an attempt passed, from one RewardAssigned of each of its scorers."""
-    decisions = [decision for reward in rewards if (decision := _decision(reward)) is not None]
-    return is_valid(rewards) and bool(decisions) and all(decisions)
+    has_decision = False
+    for reward in rewards:
+        decision = _decision(reward)
+        if decision is False or not _counts(reward):
+            return False
+        has_decision = has_decision or decision is True
+    return has_decision
 
 
 def member_passed(member: GroupMember | BatchMember) -> bool:
@@ -57,6 +62,8 @@ def passes(score: float, pass_mark: float | None) -> bool | None:
 
 def scorer_set(names: Sequence[str], versions: Mapping[str, str]) -> str:
     """The scorers that judge an attempt together, with their versions: part of the identity of rewards and groups."""
+    if len(names) == 1:  # nearly all of them, and asked for with every reward
+        return f"{names[0]}:{versions.get(names[0], UNKNOWN_VERSION)}"
     return "+".join(sorted(f"{name}:{versions.get(name, UNKNOWN_VERSION)}" for name in names))
 
 

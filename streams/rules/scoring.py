@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
+from msgspec.structs import replace
+
 from replayground.schemas.code_digest import digest_of_object
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import Task, TrajectoryAssembled
@@ -85,7 +87,12 @@ def version_of(scorer: Scorer) -> str:
 
 
 def versions_of(scorers: Mapping[str, Scorer]) -> dict[str, str]:
-    return {name: version_of(scorer) for name, scorer in sorted(scorers.items())}
+    """The version of each scorer, by name. Raises BadInput for one that a scorer set cannot hold."""
+    versions = {name: version_of(scorer) for name, scorer in sorted(scorers.items())}
+    for name, version in versions.items():
+        if "+" in version:
+            raise BadInput(f"the version {version!r} of the scorer {name} has a +: declare one without")
+    return versions
 
 
 def needs_of(scorer: Scorer) -> Needs | None:
@@ -99,12 +106,19 @@ def needs_of(scorer: Scorer) -> Needs | None:
 def problem_of(scorer: Scorer) -> str | None:
     """What is wrong with the attributes of a scorer; None when nothing is."""
     try:
+        _require_name(scorer.name)
         weight_of(scorer)
         pass_mark_of(scorer)
         needs_of(scorer)
     except (TypeError, ValueError) as error:
         return str(error)
     return None
+
+
+def _require_name(name: object) -> None:
+    # A scorer set is written NAME:VERSION+NAME:VERSION, and two sets must never be written alike.
+    if not isinstance(name, str) or not name.strip() or not name.isprintable() or set(name) & set("+:"):
+        raise ValueError(f"its name {name!r} is not a word without + and :")
 
 
 def problem_with_task(scorer: Scorer, task: Task) -> str | None:
@@ -124,10 +138,25 @@ def score_trajectory(trajectory: TrajectoryAssembled, name: str, scorers: Mappin
         known = ", ".join(sorted(scorers))
         return _exclude(f"no scorer is called {name}; there are {known}")
     try:
-        return checked(scorers[name].score(trajectory))
+        return checked(scorers[name].score(unshared(trajectory)))
     # The job's code can raise anything; sys.exit in a scorer must not end the program.
     except (Exception, SystemExit) as error:
         return _exclude(f"scorer failed: {_describe_error(error)}")
+
+
+def unshared(trajectory: TrajectoryAssembled) -> TrajectoryAssembled:
+    """The trajectory with lists and dicts of its own: a scorer that changes them, which may still run after its time is
+    up, must not change what other scorers see or what is written."""
+    task, meta = trajectory.task, trajectory.meta
+    return replace(
+        trajectory,
+        meta=replace(meta, headers=dict(meta.headers)),
+        task=replace(task, toolset=list(task.toolset), scorers=list(task.scorers), tags=dict(task.tags)),
+        segments=list(trajectory.segments),
+        transcript=list(trajectory.transcript),
+        contexts=list(trajectory.contexts),
+        findings=list(trajectory.findings),
+    )
 
 
 def checked(score: object) -> Score:
@@ -136,11 +165,11 @@ def checked(score: object) -> Score:
         raise TypeError(f"it returned {type(score).__name__} instead of Score")
     # Converted to plain types: a numpy number, for instance, cannot be encoded.
     plain = Score(
-        score=float(score.score),
-        parts={str(name): float(value) for name, value in score.parts.items()},
+        score=_figure(score.score),
+        parts={str(name): _figure(value) for name, value in score.parts.items()},
         evidence=str(score.evidence),
-        excluded_because=None if score.excluded_because is None else str(score.excluded_because),
-        passed=None if score.passed is None else bool(score.passed),
+        excluded_because=None if score.excluded_because is None else _reason(score.excluded_because),
+        passed=None if score.passed is None else _decision(score.passed),
     )
     for value in (plain.score, *plain.parts.values()):
         # Not `>`: a comparison with NaN is False.
@@ -150,6 +179,26 @@ def checked(score: object) -> Score:
         # Raises for a lone surrogate, which Avro could not write as UTF-8.
         text.encode()
     return plain
+
+
+def _figure(value: object) -> float:
+    # "1" is a number to float(), and here a mistake.
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _decision(value: object) -> bool:
+    # Not bool(): "False" is true. A numpy bool equals 0 or 1.
+    if value not in (0, 1):
+        raise TypeError(f"passed is {value!r}: it is True, False or None")
+    return bool(value)
+
+
+def _reason(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError(f"excluded_because is {value!r}: it is a reason, or None")
+    return value
 
 
 def _exclude(reason: str) -> Score:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from replayground.deploy.runs import end_positions, list_runs, started_event, wr
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import Event, RewardAssigned, TrajectoryAssembled
 from replayground.schemas.metrics import ProgramMetrics
+from replayground.schemas.run import Run
 from replayground.streams.driver import Driver
 from replayground.streams.hops.flow import hops
 from replayground.streams.log.connect import open_log
@@ -80,6 +81,7 @@ class Practised:
         self.folder = FieldFolder(here / "field")
         # Kept: a second one would write the rewards of the first one again.
         self._drivers: dict[str, Driver] = {}
+        self._logs = ExitStack()
         self.resolved: ResolvedConfig = load(self.folder)
         settings = msgspec.convert(CONFIG["trainer"], TrainerSettings)
         files = make_model(settings.model, stockroom(), seed=0)
@@ -110,9 +112,17 @@ class Practised:
             for event in self._trajectories(state.run_id, groups, first):
                 log.append(event)
             log.flush()
-            driver = self._drivers.setdefault(state.run_id, Driver(open_log(run), hops((), "centred"), state.run_id))
-            driver.run_until_caught_up()
+            self._driver(run).run_until_caught_up()
             cut_replay(run, log, 2, 1, lambda count: None, threading.Event())
+
+    def _driver(self, run: Run) -> Driver:
+        if run.run_id not in self._drivers:
+            log = self._logs.enter_context(closing(open_log(run)))
+            self._drivers[run.run_id] = Driver(log, hops((), "centred"), run.run_id)
+        return self._drivers[run.run_id]
+
+    def close(self) -> None:
+        self._logs.close()
 
     def _trajectories(self, run_id: str, groups: Sequence[Sequence[str]], first: int) -> Iterator[TrajectoryAssembled]:
         for group, answers in enumerate(groups, first):
@@ -146,7 +156,7 @@ class Practised:
         thread = threading.Thread(target=run_trainer, args=(run, settings, metrics, stop))
         thread.start()
         try:
-            assert eventually(lambda: metrics.figures().get("version", 0) >= until or not thread.is_alive(), 120)
+            assert eventually(lambda: metrics.figures().get("version", 0) >= until or not thread.is_alive(), 500)
         finally:
             stop.set()
             thread.join()
@@ -183,8 +193,11 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Practised]:
         command("up"), cwd=here, env=_ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False
     )
     assert starting.returncode == 0, starting.stderr
-    yield Practised(here)
-    called(here, "down")
+    try:
+        with closing(Practised(here)) as practised:
+            yield practised
+    finally:
+        called(here, "down")
 
 
 type Call = Callable[..., tuple[int, str, str]]

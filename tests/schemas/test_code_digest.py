@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,7 @@ def test_it_is_what_it_was(tmp_path: Path) -> None:
     def judge(trajectory: object) -> float:
         return 0.5
 
-    assert digest_of_function(judge, {"weight": 1.0}) == "031cdb09b813"  # type: ignore[arg-type]
+    assert digest_of_function(judge, {"weight": 1.0}) == "031cdb09b813"
     assert version(tmp_path) == "5a0fb48932d2"
 
 
@@ -191,7 +192,7 @@ def test_lambdas_and_functions_that_call_themselves() -> None:
 
     assert scorer(own).version  # type: ignore[arg-type]
     one, two = (lambda trajectory: 1.0), (lambda trajectory: 2.0)
-    assert digest_of_function(one, {}) == digest_of_function(one, {})  # type: ignore[arg-type]
+    assert digest_of_function(one, {}) == digest_of_function(one, {})
     assert two(None) == 2.0  # type: ignore[no-untyped-call]
 
 
@@ -215,3 +216,109 @@ def test_a_declared_version_stays(tmp_path: Path) -> None:
     assert version(tmp_path / "b", changed("MARK = 0.5", "MARK = 1", declared)) == "7"
     (own,) = load_job(str(tmp_path / "b/job.py")).scorers
     assert versions_of({"own": own}) == {"own": "7"}
+
+
+# Each is a module in which `1.5` decides what is scored; the scorer is `own`.
+HIDDEN = {
+    "default of a parameter": "def made(x):\n def judge(t, k=x): return k\n return judge\nown = scorer(made(1.5))",
+    "keyword default": "def made(x):\n def judge(t, *, k=x): return k\n return judge\nown = scorer(made(1.5))",
+    "argument of a decorator": (
+        "import functools\ndef most(m):\n def wrap(f):\n  @functools.wraps(f)\n  def g(t): return min(m, f(t))\n  return g\n"
+        " return wrap\n@scorer\n@most(1.5)\ndef own(t): return 9.0"
+    ),
+    "class that inherits score": "class B:\n def score(self, t): return self.k\nclass C(B):\n name='o'\n k=1.5\nown = C()",
+    "slots": (
+        "class C:\n __slots__ = ('k',)\n name = 'o'\n def __init__(self, k): self.k = k\n def score(self, t): return self.k\n"
+        "own = C(1.5)"
+    ),
+    "struct": "import msgspec\nclass C(msgspec.Struct):\n k: float\n name: str = 'o'\n def score(self, t): ...\nown = C(1.5)",
+    "object in an attribute": (
+        "class R:\n def __init__(self, k): self.k = k\nclass C:\n name = 'o'\n def __init__(self, r): self.r = r\n"
+        " def score(self, t): return self.r.k\nown = C(R(1.5))"
+    ),
+    "code of an object in an attribute": (
+        "class R:\n def k(self): return 1.5\nclass C:\n name = 'o'\n def __init__(self, r): self.r = r\n"
+        " def score(self, t): return self.r.k()\nown = C(R())"
+    ),
+    "pattern": (
+        "import re\ndef made(p):\n def judge(t): return float(bool(p.search(t.answer)))\n return judge\n"
+        "own = scorer(made(re.compile('1.5')))"
+    ),
+    "partial": (
+        "import functools\ndef f(k, t): return k\ndef made(p):\n def judge(t): return p(t)\n return judge\n"
+        "own = scorer(made(functools.partial(f, 1.5)))"
+    ),
+    "method of an object": (
+        "class R:\n def __init__(self, k): self.k = k\n def go(self, t): return self.k\ndef made(p):\n"
+        " def judge(t): return p(t)\n return judge\nown = scorer(made(R(1.5).go))"
+    ),
+    "second lambda of a line": (
+        "def made(f, g):\n def judge(t): return f(t) + g(t)\n return judge\n"
+        "own = scorer(made(lambda t: 0.0, lambda t: 1.5))"
+    ),
+    "second closure of a factory": (
+        "def inner(k):\n def f(t): return k\n return f\ndef made(f, g):\n def judge(t): return f(t) + g(t)\n return judge\n"
+        "own = scorer(made(inner(0), inner(1.5)))"
+    ),
+    "attribute of a local class": (
+        "def made(x):\n class C:\n  name = 'o'\n  k = x\n  def score(self, t): return self.k\n return C()\nown = made(1.5)"
+    ),
+    "static method of a local class": (
+        "def made(x):\n class C:\n  name = 'o'\n  @staticmethod\n  def k(): return x\n  def score(self, t): return self.k()\n"
+        " return C()\nown = made(1.5)"
+    ),
+    "array": (
+        "import numpy\nclass C:\n name = 'o'\n def __init__(self, k): self.k = k\n def score(self, t): return self.k[0]\n"
+        "own = C(numpy.array([1.5]))"
+    ),
+    "decimal": (
+        "import decimal\nclass C:\n name = 'o'\n def __init__(self, k): self.k = k\n def score(self, t): return float(self.k)\n"
+        "own = C(decimal.Decimal('1.5'))"
+    ),
+    "list that the module fills": "K = []\nfor k in (1.5,):\n K.append(k)\n@scorer\ndef own(t): return K[0]",
+    "key that the module sets": "K = {}\nK['a'] = 1.5\n@scorer\ndef own(t): return K['a']",
+    "namespace": (
+        "import types\ndef score(t): return Score(score=1.5)\nown = types.SimpleNamespace(name='o', score=score)"
+    ),
+    "built-in scorer with other code": (
+        "from replayground import ExactMatch\nclass C(ExactMatch):\n def judge(self, t): return Score(score=1.5)\nown = C()"
+    ),
+    "composite with other code": (
+        "from replayground import Composite, ExactMatch\nclass C(Composite):\n def judge(self, t): return Score(score=1.5)\n"
+        "own = C(scorers=(ExactMatch(),))"
+    ),
+    "import by a module": "import rules\n@scorer\ndef own(t): return rules.deeper(t)",
+    "import by a function": "@scorer\ndef own(t):\n from rules import deeper\n return deeper(t)",
+    "import of an object": "from rules import RULE\n@scorer\ndef own(t): return RULE.k",
+    "import of a cached function": "from rules import cached\n@scorer\ndef own(t): return cached(t)",
+    "import that may fail": "try: import rules\nexcept ImportError: ...\n@scorer\ndef own(t): return rules.cached(t)",
+}
+USED = (
+    "import functools\nimport tables\nclass R:\n def __init__(self, k): self.k = k\nRULE = R(1.5)\n"
+    "def deeper(t): return tables.SCALE\n@functools.lru_cache\ndef cached(t): return 1.5\n"
+)
+
+
+def hidden(folder: Path, case: str, number: str) -> str:
+    text = f"from replayground import Score, scorer\n{HIDDEN[case]}\ndef tasks(split, seed): ...\nSCORERS = (own,)\n"
+    texts = (text.replace("1.5", number), USED.replace("1.5", number), f"SCALE = {number}\n")
+    return version(folder, *texts)
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_no_change_hides_from_the_version(tmp_path: Path, case: str) -> None:
+    assert hidden(tmp_path / "a", case, "1.5") == hidden(tmp_path / "b", case, "1.5")
+    assert hidden(tmp_path / "a", case, "1.5") != hidden(tmp_path / "c", case, "2.5")
+
+
+def test_objects_that_hold_themselves_or_cannot_be_read_have_a_version() -> None:
+    class Own:
+        name = "own"
+
+        def __init__(self) -> None:
+            self.itself, self.lock, self.words = self, threading.Lock(), {"b", "a"}
+
+        def score(self, trajectory: object) -> float:
+            return 1.0
+
+    assert version_of(Own()) == version_of(Own())  # type: ignore[arg-type]

@@ -180,11 +180,14 @@ class TroubledTransactor:
         self._beneath = beneath
 
     def commit(self, events: Sequence[Event], reader: Reader | None, tombstones: Sequence[Tombstone] = ()) -> None:
-        assert isinstance(reader, TroubledReader)
         self._fate.may_kill()
-        reader.in_transaction = True
-        self._beneath.commit(events, reader, tombstones)
-        reader.in_transaction = False
+        if reader is None:  # a replay keeps its own positions in a snapshot
+            self._beneath.commit(events, None, tombstones)
+        else:
+            assert isinstance(reader, TroubledReader)
+            reader.in_transaction = True
+            self._beneath.commit(events, reader, tombstones)
+            reader.in_transaction = False
         self._fate.may_kill()
 
     def close(self) -> None: ...

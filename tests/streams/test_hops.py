@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -36,8 +37,10 @@ from replayground.streams.hops.flow import hops
 from replayground.streams.hops.groups_to_batches import CutGroups, CutState
 from replayground.streams.hops.messages_to_trajectories import AssembleTrajectories, AssemblyState
 from replayground.streams.hops.rewards_to_groups import GroupRewards, GroupState
+from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories
 from replayground.streams.log.memory import MemoryLog
 from replayground.streams.rules.dead_letter import TooManyRejects
+from replayground.streams.rules.scoring import scorers_by_name
 from tests.flow.synthetic import RUN_ID, groups, rollout
 
 
@@ -213,7 +216,7 @@ FAILING_SCORERS: list[tuple[str, Callable[[], Any]]] = [
     ("returned NoneType", lambda: None),
     ("nan is not a number", lambda: Score(score=float("nan"))),
     ("inf is not a number", lambda: Score(score=0.0, parts={"part": float("inf")})),
-    ("could not convert", lambda: Score(score=cast(float, "much"))),
+    ("is not a number", lambda: Score(score=cast(float, "much"))),
     ("surrogates not allowed", lambda: Score(score=0.0, evidence="\ud800")),
     ("so it says", lambda: Score(score=0.0, excluded_because="so it says")),
 ]
@@ -245,6 +248,54 @@ def test_a_scorer_that_does_not_exist_excludes_the_member(log: MemoryLog, scorer
     assert [member.valid for member in group.members] == [True, True, False, True]
     (excluded,) = [reward for reward in on(log, "rewards") if reward.verdict == "excluded"]
     assert reason in excluded.excluded_because
+
+
+def test_a_judgement_of_another_scorer_set_is_refused_and_not_taken_for_a_repeat(log: MemoryLog) -> None:
+    """Nor does it join the group of the run's own set: rescore makes a run of its own for it."""
+    for index in range(4):
+        append(log, rollout(0, index, answer="78"[index % 2]))
+    driven(log)
+    (group,) = on(log, "groups")
+    rewards: list[RewardAssigned] = on(log, "rewards")
+    judged_again: list[Event] = [
+        replace(reward, scorer_version="2", scorer_set="exact_match:2", meta=replace(reward.meta, id=f"again-{number}"))
+        for number, reward in enumerate(rewards)
+    ]
+    append(log, judged_again)
+    driven(log)
+    # The second driver reads everything again: the same group has the same id.
+    assert {event.meta.id for event in on(log, "groups")} == {group.meta.id}
+    reasons = {event.reason for event in on(log, "dead-letters")}
+    assert len(reasons) == 1
+    assert "judged by exact_match:2, and this run is judged by exact_match:1" in reasons.pop()
+
+
+def test_ids_of_rewards_and_groups_tell_runs_and_scorer_sets_apart(log: MemoryLog) -> None:
+    """Of the same attempts, judged in two runs and by two sets."""
+    for index in range(4):
+        append(log, rollout(0, index, answer="78"[index % 2]))
+    driven(log)
+    trajectories: list[TrajectoryAssembled] = on(log, "trajectories")
+    ids: list[set[str]] = []
+    for run_id, version in ((RUN_ID, "1"), (RUN_ID, "2"), ("another", "1")):
+        scorers = scorers_by_name([own_scorer(version)])
+        score, group = ScoreTrajectories(scorers), GroupRewards()
+        state, found = None, set[str]()
+        for place, event in enumerate(trajectories):
+            own = replace(event, meta=replace(event.meta, run_id=run_id), task=replace(event.task, scorers=["own"]))
+            for reward in score.step(None, own, Address("trajectories", 0, place)).events:
+                outcome = group.step(state, reward, Address("rewards", 0, place))
+                state = outcome.state
+                found |= {reward.meta.id, *(event.meta.id for event in outcome.events)}
+        assert len(found) == 5
+        ids.append(found)
+    assert len(set.union(*ids)) == 15
+
+
+def own_scorer(version: str) -> Any:
+    return SimpleNamespace(
+        name="own", version=version, score=lambda trajectory: Score(score=float(trajectory.index % 2))
+    )
 
 
 def test_a_scorer_that_speaks_of_infra_errors_does_not_leave_the_group_open(log: MemoryLog) -> None:

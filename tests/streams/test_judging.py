@@ -72,7 +72,14 @@ def verdict_of(annotator: str, score: float, number: int = 0) -> VerdictGiven:
 
 @pytest.mark.parametrize(
     "reply",
-    ['{"score": 1, "reason": "fine"}', '```json\n{"score": 1.0, "reason": ""}\n```', ' {"reason": "a", "score": 1}\n'],
+    [
+        *(
+            '{"score": 1, "reason": "fine"}',
+            '```json\n{"score": 1.0, "reason": ""}\n```',
+            ' {"reason": "a", "score": 1}\n',
+        ),
+        '{"score": 1, "reason": "he wrote \\"score\\": 0", "by": {"score": 0}}',
+    ],
 )
 def test_a_reply_that_is_one_verdict_is_read(reply: str) -> None:
     assert read_verdict(reply, (0.0, 1.0)).score == 1.0
@@ -98,6 +105,9 @@ def test_a_reply_that_is_one_verdict_is_read(reply: str) -> None:
         '{"score": 1, "reason": "a"}{"score": 0, "reason": "b"}',
         '```json\n{"score": 1, "reason": ""}\n``` and more',
         '{"score": 1, "reason": "' + "\ud800" + '"}',
+        '{"score": 0, "score": 1, "reason": ""}',
+        '{"score": 0, "reason": "", "sc\\u006fre": 1}',
+        '{"score": 1, "reason": "", "more": ' + "[" * 100_000 + "]" * 100_000 + "}",
     ],
 )
 def test_anything_else_is_never_read_as_a_verdict(reply: str) -> None:

@@ -34,6 +34,7 @@ from replayground.streams.driver import Driver
 from replayground.streams.hops.flow import hops
 from replayground.streams.log.memory import MemoryLog, MemoryTransactor
 from replayground.streams.log.protocol import Reader, Tombstone
+from replayground.streams.replay.copying import CopyRule, copy_batches
 from replayground.streams.replay.cutting import cut_replay
 from replayground.streams.replay.rescoring import (
     Judges,
@@ -204,7 +205,7 @@ class _FailingTransactor(MemoryTransactor):
 def test_a_replay_that_fails_anywhere_ends_as_an_undisturbed_one(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replayground.streams.replay.rescoring._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("replayground.streams.replay.patience._RETRY_SECONDS", 0.0)
     monkeypatch.setattr("replayground.streams.replay.cutting._BATCHES_PER_COMMIT", 1)
     quiet, failing = recorded(new_log(tmp_path / "a")), recorded(new_log(tmp_path / "b", Failing))
     assert isinstance(failing, Failing)
@@ -218,18 +219,36 @@ def test_a_replay_that_fails_anywhere_ends_as_an_undisturbed_one(
         assert again
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_are_copied_once_however_often_the_copying_fails(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replayground.streams.replay.patience._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("replayground.streams.replay.copying._BATCHES_PER_COMMIT", 1)
+    log = recorded(new_log(tmp_path, Failing))
+    assert isinstance(log, Failing)
+    log.chance = random.Random(seed)
+    rescored(log, judges(Shortest(), names=("shortest",)))
+    count = cut_until_done(log)
+    assert count > 1
+    rule = CopyRule(run_id="copy", source=REPLAY.run_id, first_version=1)
+    copied = copy_batches(replace(REPLAY, run_id="copy"), log, rule, (), lambda: True, threading.Event())
+    assert copied is not None
+    originals, copies = on(log, "batches", REPLAY.run_id), on(log, "batches", "copy")
+    assert copied.index_next == len(copies) == count
+    assert [(copy.index, copy.base_version, copy.members) for copy in copies] == [
+        (batch.index, batch.base_version, batch.members) for batch in originals
+    ]
+
+
 def encoded(event: Event) -> bytes:
     return msgspec.json.encode(event)
 
 
 def cut_until_done(log: MemoryLog) -> int:
-    while True:
-        try:
-            count = cut_replay(REPLAY, log, 3, 1, lambda count: None, threading.Event())
-        except LogUnavailable:
-            continue
-        assert count is not None
-        return count
+    count = cut_replay(REPLAY, log, 3, 1, lambda count: None, threading.Event())
+    assert count is not None
+    return count
 
 
 def test_batches_are_cut_in_one_order_of_all_partitions(log: MemoryLog) -> None:

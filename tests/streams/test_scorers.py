@@ -4,14 +4,22 @@ import json
 import math
 import string
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import Utterance
+from replayground.schemas.events import Address, RewardAssigned, TrajectoryAssembled, Utterance
 from replayground.schemas.job import Score
+from replayground.scoring import scorer
+from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories
+from replayground.streams.rules.judges import LlmJudge
+from replayground.streams.rules.reward import scorer_set
 from replayground.streams.rules.scorers.agent_words import calls_of, turns_of
 from replayground.streams.rules.scorers.built_in import BuiltInScorer
 from replayground.streams.rules.scorers.checkpoints import Checkpoint, Checkpoints
@@ -37,9 +45,11 @@ from replayground.streams.rules.scoring import (
     score_trajectory,
     scorers_by_name,
     version_of,
+    versions_of,
 )
 from tests.streams.scored_attempts import attempt, call, result, turn
 
+AT = Address("trajectories", 0, 0)
 RIGHT = {
     "exact_match": ("42", "42"),
     "gaia": ("a, 2", "A,2"),
@@ -116,19 +126,54 @@ def test_calls_are_read_in_every_format_and_with_the_fate_of_each() -> None:
     )
     found = [(one.tool, one.arguments, one.has_succeeded) for one in calls_of(trajectory)]
     assert found == [
-        ("a", '{"n": 1}', True),
-        ("b", '{"n": 2}', False),
+        ("a", '{"n":1}', True),
+        ("b", '{"n":2}', False),
         ("c", '{"n":"3"}', True),
         ("d", '{"n":"4"}', True),
-        ("e", '{"n": 5}', False),
+        ("e", '{"n":5}', False),
     ]
 
 
 def test_results_of_agents_that_work_in_parallel_find_their_calls() -> None:
-    one, two = call("sql", '{"q": 1}'), call("kv", '{"q": 2}')
+    one, two = call("sql", '{"q": 1}'), replace(call("kv", '{"q": 2}'), name="other")
     trajectory = attempt("x", None, one, two, result("kv"), result("sql", is_error=True))
     found = [(made.tool, made.arguments, made.has_succeeded) for made in calls_of(trajectory)]
-    assert found == [("sql", '{"q": 1}', False), ("kv", '{"q": 2}', True)]
+    assert found == [("sql", '{"q":1}', False), ("kv", '{"q":2}', True)]
+
+
+WANTED = Checkpoints(steps=(Checkpoint(name="looked", calls="sql", arguments="orders"),))
+MADE = call("sql", '{"q": "select 1"}').content
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        # Malformed in the format of the job, so it is not made; a call in another format.
+        [
+            turn('<|python_tag|>{"name": "sql", "parameters": {"q": "orders <tool_call>"}}'),
+            result("", is_error=True),
+            turn(MADE),
+        ],
+        [turn('<tool name="sql"><arg name="q">orders</arg></tool>'), turn(MADE)],
+        # Two formats in one turn, of which either may be that of the job.
+        [turn(f'<tool name="sql"><arg name="q">orders</arg></tool> {MADE}')],
+        [turn(MADE.replace("select 1", "orders") + ' <tool name="sql"><arg name="q">select 1</arg></tool>')],
+        # The tool gets the last one.
+        [call("sql", '{"q": "orders", "q": "select 1"}')],
+    ],
+)
+def test_a_call_that_was_not_made_earns_nothing(written: list[Utterance]) -> None:
+    trajectory = attempt("x", None, *written, result("sql"))
+    assert WANTED.score(trajectory).score == 0.0
+    assert sum(found.has_succeeded for found in calls_of(trajectory)) == 1
+
+
+def test_an_escape_hides_no_risk() -> None:
+    risky = RiskPenalty(risks=(Risk(name="deletes", arguments="rm -rf"),))
+    hidden = call("shell", '{"command": "\\u0072m -rf /"}')
+    assert risky.score(attempt("x", None, hidden, result("shell"))).score == -1.0
+    beside = turn('<tool name="shell"><arg name="c">rm -rf /</arg></tool> ' + call("shell").content)
+    assert risky.score(attempt("x", None, beside, result("shell"))).score == -1.0
 
 
 def test_a_call_that_cannot_be_parsed_has_its_turn_as_arguments() -> None:
@@ -185,6 +230,30 @@ def test_gaia_accepts_the_reference_itself(text: str) -> None:
 )
 def test_numbers_as_people_write_them(text: str, number: float | None) -> None:
     assert number_of(text) == number
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_equal"),
+    [
+        ("1234567890123", "1234567890124", False),
+        ("9007199254740993", "9007199254740992", False),
+        ("1e23", "100000000000000000000000", True),
+        ("12345678901.25", "12345678901.21", False),
+        ("0.30000000000000004", "0.3", True),
+        ("2.9999999999999996", "3", True),
+        ("-0", "0.0", True),
+        ("1,000", "1000.0", True),
+        ("1,000", "1.000", False),
+    ],
+)
+def test_ids_and_amounts_are_compared_exactly(one: str, other: str, are_equal: bool) -> None:
+    """A float, or twelve digits of it, takes long ids and large amounts for each other."""
+    assert scored(TableMatch(), f"|x|y|\n|{one}||", f"|x|y|\n|{other}||").score == (1.0 if are_equal else 0.5)
+    plain = other.replace(",", "")
+    assert scored(TableMatch(), f'[{{"x": {plain}}}]', f"x\n{plain}").score == 1.0
+    # GAIA takes what is no whole number as the float that it is.
+    if one.isdecimal():
+        assert scored(GaiaMatch(), one, other).score == float(are_equal)
 
 
 @given(number=st.floats(allow_nan=False, allow_infinity=False))
@@ -358,12 +427,12 @@ def test_no_answer_is_excluded(answer: str, name: str) -> None:
 def test_no_transcript_is_excluded(text: str, tool: str) -> None:
     trajectory = attempt(text, None, turn(text), Utterance(role="tool", name=tool, content=text))
     steps = (Checkpoint(name="a", says="b", calls="c", arguments="d", answers="e"),)
-    for scorer in (
+    for judge in (
         Checkpoints(steps=steps),
         ProcessConstraints(required=("a",), order=("b", "c"), calls_max=0),
         RiskPenalty(risks=(Risk(name="a", arguments="b"),)),
     ):
-        assert math.isfinite(checked(scorer.score(trajectory)).score)
+        assert math.isfinite(checked(judge.score(trajectory)).score)
 
 
 def test_checkpoints_count_by_weight() -> None:
@@ -475,7 +544,11 @@ def test_a_composite_excludes_what_one_of_its_scorers_excludes_and_needs_what_th
 
 
 def test_settings_are_part_of_the_version_and_defaults_are_not() -> None:
-    assert version_of(NumericTolerance()) == version_of(NumericTolerance(name="other")) == "1"
+    assert version_of(NumericTolerance()) == "1"
+    # Of one name, which alone does not say what it is.
+    assert version_of(NumericTolerance(name="other")) != version_of(ExactMatch(name="other"))
+    composites = [Composite(scorers=(scorer,)) for scorer in (NumericTolerance(name="own"), ExactMatch(name="own"))]
+    assert len({version_of(scorer) for scorer in composites}) == 2
     settings = [NumericTolerance(relative=0.1), NumericTolerance(absolute=0.1), NumericTolerance(weight=2.0)]
     assert len({version_of(scorer) for scorer in settings}) == 3
     assert version_of(NumericTolerance(relative=0.1)) == version_of(NumericTolerance(relative=0.1, absolute=1e-9))
@@ -561,6 +634,69 @@ def test_a_job_may_configure_a_built_in_scorer_and_not_replace_one() -> None:
         scorers_by_name([strict, NumericTolerance()])
 
 
+def test_a_name_that_would_make_two_scorer_sets_look_alike_is_refused() -> None:
+    assert scorer_set(["a:1+b"], {"a:1+b": "2"}) == scorer_set(["a", "b"], {"a": "1", "b": "2"})
+    for name in ("a:1+b", "a:1", "a+b", "", " ", "a\nb", "\ud800"):
+        with pytest.raises(BadInput, match="is not a word"):
+            scorers_by_name([ExactMatch(name=name)])
+    declared = scorer(version="1+b:2")(lambda trajectory: 1.0)
+    with pytest.raises(BadInput, match=r"has a \+"):
+        versions_of({"a": declared})
+
+
+@pytest.mark.parametrize(
+    ("score", "told"),
+    [
+        (Score(score="1"), "'1' is not a number"),  # type: ignore[arg-type]
+        (Score(score=1.0, parts={"a": b"1"}), "b'1' is not a number"),  # type: ignore[dict-item]
+        (Score(score=1.0, passed="False"), "passed is 'False'"),  # type: ignore[arg-type]
+        (Score(score=1.0, excluded_because=""), "excluded_because is ''"),
+        (Score(score=1.0, excluded_because=False), "excluded_because is False"),  # type: ignore[arg-type]
+        ("1.0", "'1.0' is not a number"),
+        (None, "not 'NoneType'"),
+    ],
+)
+def test_what_is_nearly_a_score_excludes_with_the_reason(score: object, told: str) -> None:
+    @scorer
+    def own(trajectory: object) -> float:
+        return score  # type: ignore[return-value]
+
+    found = score_trajectory(attempt("a"), "own", {"own": own})
+    assert found.excluded_because is not None
+    assert told in found.excluded_because
+
+
+def test_numbers_of_other_kinds_are_scores() -> None:
+    for value in (True, 1, numpy.float32(1.0), Fraction(1), Decimal(1)):
+        found = checked(Score(score=value, passed=numpy.bool_(True)))  # type: ignore[arg-type]
+        assert (found.score, found.passed) == (1.0, True)
+
+
+def test_what_a_scorer_does_to_a_trajectory_no_other_one_sees() -> None:
+    @scorer
+    def first(trajectory: TrajectoryAssembled) -> float:
+        task = trajectory.task
+        for changed in (trajectory.transcript, trajectory.findings, task.scorers, task.tags, trajectory.meta.headers):
+            changed.clear()
+        return 1.0
+
+    @scorer
+    def second(trajectory: TrajectoryAssembled) -> float:
+        return float(len(trajectory.transcript) == 2 and trajectory.task.scorers == ["first", "second"])
+
+    judged = attempt("a", "a", turn("I think."), scorers=("first", "second"), tags={"a": "b"})
+    events = ScoreTrajectories({"first": first, "second": second}).step(None, judged, AT).events
+    rewards = [event for event in events if isinstance(event, RewardAssigned)]
+    assert [(reward.score, reward.scorers) for reward in rewards] == [(1.0, ["first", "second"])] * 2
+    assert Composite(scorers=(first, second)).score(judged).score == 2.0
+
+
+def test_a_composite_asks_nobody() -> None:
+    judge = LlmJudge(name="polite", model="m", rubric="r")
+    with pytest.raises(ValueError, match="polite asks a model"):
+        Composite(scorers=(ExactMatch(), judge))
+
+
 @pytest.mark.parametrize(
     ("attribute", "value", "told"),
     [
@@ -620,3 +756,11 @@ def test_a_long_answer_is_no_work_for_ever(scorer: BuiltInScorer, answer: str, r
     """Built-in scorers have no time limit. A time that grows with the square of the length would be minutes here."""
     score = score_trajectory(attempt(answer * 50_000, reference), scorer.name, scorers_by_name([scorer]))
     assert score.excluded_because is None
+
+
+def test_rows_with_keys_of_their_own_are_no_table_of_the_square_of_their_number() -> None:
+    answer = json.dumps([{f"k{number}": 1} for number in range(20_000)])
+    score = score_trajectory(attempt(answer, "a\n1"), "table", scorers_by_name([]))
+    assert (score.score, score.excluded_because) == (0.0, None)
+    assert "hardly a column in common" in score.evidence
+    assert scored(TableMatch(), '[{"a": 1}, {"b": 2}]', "a,b\n1,\n,2").score == 1.0

@@ -38,16 +38,6 @@ def field(tmp_path: Path) -> Field:
     return Field(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> list[tuple[int, str]]:
-    """Digests of a run without any trouble."""
-    field = Field(tmp_path_factory.mktemp("uninterrupted"))
-    everything(field, tokenizer)
-    with field.training():
-        field.until_version(4)
-    return field.digests()
-
-
 def test_a_run_from_nothing_to_its_last_step(
     field: Field, tokenizer: Tokenizer, uninterrupted: list[tuple[int, str]]
 ) -> None:

@@ -199,7 +199,7 @@ def test_sft_on_a_selection_goes_on_from_any_version(field: Field, tokenizer: To
     assert (bool(again[3].checkpoint), again[4].checkpoint) == (True, [])
     taken = steps_of(field, AGAIN)
     assert [(step.kind, step.base_version, step.new_version) for step in taken] == [("initial", None, 3), ("sft", 3, 4)]
-    assert taken[1].metrics["trajectories"] == 9
+    assert (taken[1].metrics["trajectories"], taken[1].metrics["trajectories_tokenised"]) == (9, 0)
     assert sft(field, selection(tokenizer)) == 4
     assert len(steps_of(field, AGAIN)) == 2
 
@@ -224,6 +224,19 @@ def test_sft_is_the_cold_start_of_the_same_demonstrations(field: Field) -> None:
     begin_again(field, "run:0", steps=0)
     assert sft(field, list(unique.values())) == 1
     assert versions(field, AGAIN)[1].files == versions(field, "run")[1].files
+
+
+def test_what_a_teacher_said_was_tokenised_once_and_the_step_records_how_much_of_it_there_was(
+    field: Field, tokenizer: Tokenizer
+) -> None:
+    taught = [
+        assembled(episode, tokenizer, number=90 + n, run_id="other") for n, episode in enumerate(played(4, seed=8))
+    ]
+    assert all(event.tokens and not event.logprobs for event in taught)
+    begin_again(field, "run:1", steps=0)
+    assert sft(field, [*selection(tokenizer), *taught]) == 2
+    metrics = steps_of(field, AGAIN)[-1].metrics
+    assert (metrics["trajectories"], metrics["trajectories_tokenised"]) == (13, 4)
 
 
 def test_sft_whose_loss_is_not_finite_publishes_nothing(field: Field, tokenizer: Tokenizer) -> None:

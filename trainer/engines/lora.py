@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from replayground.schemas.errors import BadInput
-from replayground.schemas.tensor_file import TensorShape, new_tensor_file
 from replayground.trainer.config import LoraSettings
-from replayground.trainer.weights_file import METADATA, StoredTensors, bytes_of
+from replayground.trainer.weights_file import StoredTensors, write_tensors
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -73,10 +72,7 @@ def adapters_of(
 def write_adapters(adapters: Adapters, settings: LoraSettings, folder: Path) -> dict[str, Path]:
     """Writes both files into a folder; returns them by name."""
     tensors = {_PREFIX + name: tensor for name, tensor in adapters.parameters.items()}
-    shapes = {name: TensorShape("F32", tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with new_tensor_file(folder / ADAPTER, shapes, METADATA) as writer:
-        for name in writer.names:
-            writer.write(name, bytes_of(tensors[name]))
+    write_tensors(tensors, folder / ADAPTER)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(_config(settings), indent=1))
     return {name: folder / name for name in (ADAPTER, ADAPTER_CONFIG)}
 

@@ -8,7 +8,6 @@ import numpy
 import structlog
 import torch
 from msgspec.structs import replace
-from safetensors.torch import save_file
 
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import TrajectoryAssembled, WeightsKind
@@ -22,7 +21,7 @@ from replayground.trainer.engines.lora import ADAPTER, ADAPTER_CONFIG, Adapters,
 from replayground.trainer.engines.protocol import GrpoBatch, Model, Progress, StepReport
 from replayground.trainer.sft import demonstrations_of, fine_tune
 from replayground.trainer.step import take_step
-from replayground.trainer.weights_file import StoredTensors
+from replayground.trainer.weights_file import StoredTensors, write_tensors
 
 _logger = structlog.get_logger(__name__)
 
@@ -64,14 +63,17 @@ class TorchEngine:
         ready = time.monotonic()
         figures = fine_tune(model, episodes, self._settings.sft, self._seed, progress)
         # Not len(episodes): the trajectory of a team has several.
-        learned = len({episode.trajectory_id for episode in episodes})
+        learned = {episode.trajectory_id for episode in episodes}
+        # A teacher samples no ids of ours: its text was tokenised once, when it was played, and has no log-probabilities.
+        tokenised = {event.meta.trajectory_id for event in demonstrations if not event.logprobs} & learned
         metrics = {
             "loss": figures.loss_last,
             "loss_first": figures.loss_first,
             "steps": float(figures.steps),
             "tokens": float(figures.tokens),
-            "trajectories": float(learned),
-            "trajectories_refused": float(len(demonstrations) - learned),
+            "trajectories": float(len(learned)),
+            "trajectories_tokenised": float(len(tokenised)),
+            "trajectories_refused": float(len(demonstrations) - len(learned)),
         }
         if figures.copy_accuracy is not None:
             metrics |= {"copy_accuracy": figures.copy_accuracy, "check_rounds": float(figures.check_rounds)}
@@ -109,8 +111,7 @@ class TorchEngine:
         model, _ = self._ready()
         if self._adapters is not None:
             return {**self._static, **write_adapters(self._adapters, self._settings.lora, folder)}
-        weights = {name: tensor.detach().contiguous() for name, tensor in model.parameters.items()}
-        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(model.parameters, folder / WEIGHTS)
         return {**self._static, WEIGHTS: folder / WEIGHTS}
 
     def checkpoint(self, folder: Path) -> dict[str, Path]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, get_args
 
 import msgspec
 
+from replayground.schemas.code_digest import digest_of_class
 from replayground.schemas.events import Task, TrajectoryAssembled
 from replayground.schemas.job import Needs, Score
 from replayground.streams.rules.reward import PASS_MARK
@@ -47,10 +48,19 @@ class BuiltInScorer:
             for field in fields(self)
             if field.name != "name" and getattr(self, field.name) != field.default
         }
+        changed |= self._kind()
         if not changed:
             return self.code_version
         digest = hashlib.sha256(msgspec.json.encode(changed, order="deterministic")).hexdigest()
         return f"{self.code_version}-{digest[:8]}"
+
+    def _kind(self) -> dict[str, str]:
+        """What tells scorers of one name apart besides their settings: the class, unless the name says which, and the
+        code of a class of the job. Nothing for what a task can name."""
+        cls = type(self)
+        told = {} if self.name == cls.__dataclass_fields__["name"].default else {"class": cls.__qualname__}
+        is_ours = cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+        return told if is_ours else {**told, "code": digest_of_class(cls)}
 
     def score(self, trajectory: TrajectoryAssembled) -> Score:
         scorer = self.for_task(trajectory.task)

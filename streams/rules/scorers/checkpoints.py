@@ -1,6 +1,7 @@
 """Partial credit over checkpoints. Pure."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from msgspec import Struct
 
@@ -22,7 +23,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     calls: str | None = None
     "tool that it called without an error"
     arguments: str | None = None
-    "with `calls`: pattern that the arguments of that call contain, as JSON"
+    "with `calls`: pattern that the arguments of that call contain, as JSON without spaces between its parts"
     weight: float = 1.0
 
 
@@ -32,6 +33,7 @@ class Checkpoints(BuiltInScorer):
     to task: then they stand in the tag `checkpoints.steps` of the task, as a JSON list."""
 
     name: str = "checkpoints"
+    code_version: ClassVar[str] = "2"
     steps: tuple[Checkpoint, ...] = ()
 
     @property
@@ -79,5 +81,7 @@ def _is_reached(step: Checkpoint, answer: str | None, turns: list[str], calls: l
 
 
 def _is_made(step: Checkpoint, call: AgentCall) -> bool:
-    matches = step.arguments is None or found_in(step.arguments, call.arguments) is not None
+    # In every reading: an agent could write the call that is wanted beside the one that it makes.
+    pattern = step.arguments
+    matches = pattern is None or all(found_in(pattern, written) is not None for written in call.readings)
     return call.tool == step.calls and call.has_succeeded and matches

@@ -14,6 +14,7 @@ from replayground.streams.rules.scoring import (
     needs_of,
     pass_mark_of,
     problem_with_task,
+    unshared,
     version_of,
     weight_of,
 )
@@ -42,11 +43,16 @@ class Composite(BuiltInScorer):
         for scorer in self.scorers:
             weight_of(scorer)
             pass_mark_of(scorer)
+            # Nobody would ask, and all attempts would be excluded.
+            if hasattr(scorer, "judged_by"):
+                raise ValueError(f"{scorer.name} asks a {scorer.judged_by}: a task names it beside the composite")
 
     @cached_property
     def version(self) -> str:
         told = [f"{part.name}:{version_of(part)}:{weight_of(part)!r}:{pass_mark_of(part)!r}" for part in self.scorers]
         told.append(f"{self.weight!r}:{self.pass_mark!r}")
+        # The name of a composite is the job's to choose, and its class is always this one, unless it is the job's, too.
+        told += [code] if (code := self._kind().get("code")) else []
         return f"{self.code_version}-{hashlib.sha256('+'.join(told).encode()).hexdigest()[:8]}"
 
     @property
@@ -62,7 +68,7 @@ class Composite(BuiltInScorer):
                 raise ValueError(problem)
 
     def judge(self, trajectory: TrajectoryAssembled) -> Score:
-        scores = {scorer.name: checked(scorer.score(trajectory)) for scorer in self.scorers}
+        scores = {scorer.name: checked(scorer.score(unshared(trajectory))) for scorer in self.scorers}
         for name, score in scores.items():
             if score.excluded_because is not None:
                 return Score(score=0.0, excluded_because=f"{name}: {score.excluded_because}", evidence=score.evidence)

@@ -3,6 +3,7 @@
 import re
 import string
 from dataclasses import dataclass
+from typing import ClassVar
 
 from replayground.schemas.events import TrajectoryAssembled
 from replayground.schemas.job import Score
@@ -20,6 +21,7 @@ class GaiaMatch(BuiltInScorer):
     order; any other as text without case, white space, punctuation."""
 
     name: str = "gaia"
+    code_version: ClassVar[str] = "2"
 
     def judge(self, trajectory: TrajectoryAssembled) -> Score:
         reference, answer = reference_of(trajectory.task), trajectory.answer

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from replayground.schemas.events import TrajectoryAssembled
 from replayground.schemas.job import Score
@@ -16,6 +17,7 @@ class ProcessConstraints(BuiltInScorer):
     calls and `errors_max` calls that fail."""
 
     name: str = "process"
+    code_version: ClassVar[str] = "2"
     required: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
     order: tuple[str, ...] = ()

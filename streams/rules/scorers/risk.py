@@ -1,6 +1,7 @@
 """Penalties for risky calls. Pure."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from msgspec import Struct
 
@@ -18,7 +19,7 @@ class Risk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tool: str | None = None
     "None = any tool"
     arguments: str | None = None
-    "pattern that the arguments contain, as JSON; None = any"
+    "pattern that the arguments contain, as JSON without spaces between its parts; None = any"
     cost: float = 1.0
     "of each such call"
 
@@ -29,6 +30,7 @@ class RiskPenalty(BuiltInScorer):
     decide whether an attempt passed."""
 
     name: str = "risk"
+    code_version: ClassVar[str] = "2"
     pass_mark: float | None = None
     risks: tuple[Risk, ...] = ()
     cost_max: float = 1.0
@@ -67,4 +69,5 @@ _TOLD_MAX = 10
 def _matches(risk: Risk, call: AgentCall) -> bool:
     if risk.tool is not None and risk.tool != call.tool:
         return False
-    return risk.arguments is None or found_in(risk.arguments, call.arguments) is not None
+    pattern = risk.arguments
+    return pattern is None or any(found_in(pattern, written) is not None for written in call.readings)

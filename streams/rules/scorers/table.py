@@ -5,7 +5,7 @@ import io
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -14,10 +14,11 @@ from replayground.schemas.job import Score
 from replayground.streams.rules.scorers.built_in import BuiltInScorer, reference_of, unreadable
 from replayground.streams.rules.scorers.f1 import overlap
 from replayground.streams.rules.scorers.fenced import without_fence
-from replayground.streams.rules.scorers.numbers import number_of
+from replayground.streams.rules.scorers.numbers import number_of, written
 
 _BAR = re.compile(r"(?<!\\)\|")
 _DELIMITERS = (",", ";", "\t", "|")
+_EMPTY_PER_CELL_MAX = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class TableMatch(BuiltInScorer):
     that identify a row, a cell counts only in its own row; without, cells in the wrong rows count, and do not pass."""
 
     name: str = "table"
+    code_version: ClassVar[str] = "2"
     measure: Literal["cells", "rows"] = "cells"
     key: tuple[str, ...] = ()
     ordered: bool = False
@@ -107,6 +109,9 @@ def _from_json(text: str) -> AnswerTable:
     if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
         # Rows may lack a key: then the cell is empty.
         columns = list(dict.fromkeys(name for row in value for name in row))
+        # Rows of which each has keys of its own would make a table as large as the square of the text.
+        if len(columns) * len(value) > _EMPTY_PER_CELL_MAX * sum(map(len, value)):
+            raise ValueError("its rows have hardly a column in common")
         return _table(columns, [[row.get(name) for name in columns] for row in value])
     if isinstance(value, list) and value and all(isinstance(row, list) for row in value):
         return _table(value[0], value[1:])
@@ -148,8 +153,7 @@ def _cell(value: Any) -> str:
         return ""
     number = number_of(value) if isinstance(value, str) else value
     if isinstance(number, int | float) and not isinstance(number, bool):
-        # Twelve digits: 0.1 + 0.2 equals 0.3. An integer too large for a float stays as it is.
-        return f"{number:.12g}" if abs(number) < 1e300 else str(number)
+        return written(number)
     return _text(value)
 
 
