@@ -142,7 +142,6 @@ def harden() -> None:
     sys.stdout, sys.stderr = line_writer(1), line_writer(2)
     OUTPUTS.extend((sys.stdout, sys.stderr))
     set_dumpable(False)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def set_dumpable(dumpable: bool) -> None:
