@@ -385,7 +385,7 @@ def rehearse() -> None:
 
 
 def stop_everything() -> set[Identity]:
-    """Stop every process but pid 1. Returns them when none of them runs any more; what cannot be stopped is killed.
+    """Stop every process but pid 1. Returns them when none of them runs any more.
 
     One that is just ending would otherwise wake others by its end: the kernel continues the stopped processes of a group
     that loses its last tie to its session."""
@@ -393,12 +393,9 @@ def stop_everything() -> set[Identity]:
     while True:
         signal_everything(_signal.SIGSTOP)
         living = living_processes()
-        running = [pid for (pid, _), stands_still in living.items() if not stands_still]
-        if not running:
+        # What still has not stopped by then waits for a busy CPU, and stops before it runs any of its own code.
+        if all(living.values()) or time.monotonic() > deadline:
             return set(living)
-        if time.monotonic() > deadline:
-            for pid in running:
-                send_signal(pid, _signal.SIGKILL)
         time.sleep(STOP_POLL_SECONDS)
 
 
@@ -409,26 +406,39 @@ def living_processes() -> dict[Identity, bool]:
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
             try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    # Behind the last ")", since the name of a command may hold spaces and parentheses.
-                    fields = file.read().rpartition(b")")[2].split()
+                fields = stat_fields(f"/proc/{name}/stat")
+                found[int(name), fields[STAT_START]] = is_still(fields) or threads_are_still(
+                    f"/proc/{name}/task", fields
+                )
             # It has ended since.
             except OSError:
-                continue
-            # state, flags, number of threads, start time
-            found[int(name), fields[19]] = is_still(fields[0], int(fields[6]), int(fields[17]))
+                pass
     return found
 
 
-def is_still(state: bytes, flags: int, threads: int) -> bool:
+def stat_fields(path: str) -> list[bytes]:
+    with open(path, "rb") as file:
+        # Behind the last ")", since the name of a command may hold spaces and parentheses.
+        return file.read().rpartition(b")")[2].split()
+
+
+def is_still(fields: list[bytes]) -> bool:
     """Whether a process that was stopped runs none of its code, and will not end by itself."""
-    # A first thread that has ended is shown as a zombie while the others live.
+    state = fields[STAT_STATE]
     if state == b"Z":
-        return threads <= 1
+        return int(fields[STAT_THREADS]) <= 1
     # It waits in the kernel, for the end of a vfork or for a disk, and stops as soon as it leaves.
     if state == b"D":
-        return not flags & PF_EXITING
+        return not int(fields[STAT_FLAGS]) & PF_EXITING
     return state in (b"T", b"t", b"X")
+
+
+def threads_are_still(folder: str, fields: list[bytes]) -> bool:
+    """The same for a process whose first thread has ended: it is shown as a zombie while the others live."""
+    if fields[STAT_STATE] != b"Z":
+        return False
+    threads = [stat_fields(f"{folder}/{name}/stat") for name in os.listdir(folder)]
+    return all(thread[STAT_STATE] == b"Z" or is_still(thread) for thread in threads)
 
 
 def signal_everything(number: int) -> None:
@@ -624,6 +634,8 @@ REAP_SECONDS = 2.0
 # Less than the time that the host gives to a request about a file.
 STOP_SECONDS_MAX = 2.0
 STOP_POLL_SECONDS = 0.0005
+# Fields of /proc/PID/stat behind the name.
+STAT_STATE, STAT_FLAGS, STAT_THREADS, STAT_START = 0, 6, 17, 19
 PF_EXITING = 0x4
 UNASKED = "something other than a tool wrote to its socket"
 
