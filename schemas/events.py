@@ -33,6 +33,8 @@ Command = Literal["pause", "resume", "drain", "hold", "release", "cancel"]
 RetiredCommand = Literal["promote", "roll_back"]
 "no program issues or follows these; they can still be decoded, since older logs may hold them"
 
+Alarm = Literal["no_step", "no_batch", "serving_behind"]
+
 # Programs loop up to these numbers. Without bounds, one message with an absurd number would stop all of them.
 GroupSize = Annotated[int, Within(ge=1, le=4096)]
 RETRY_MAX = 100
@@ -731,10 +733,21 @@ class VerdictGiven(Event, frozen=True, kw_only=True):
     comment: str
 
 
+class AlarmRaised(Event, frozen=True, kw_only=True):
+    """The loop of a run does not go on as it should, or does so again."""
+
+    number: ClassVar[int] = 26
+    alarm: Alarm
+    is_over: bool
+    "true: what was wrong is over"
+    detail: str
+    "one sentence"
+
+
 class QuerySaved(Event, frozen=True, kw_only=True):
     """Somebody kept a SELECT under a name, changed it or removed it. The newest event of a name counts."""
 
-    number: ClassVar[int] = 26
+    number: ClassVar[int] = 27
     name: str
     use: QueryUse
     "question = to be asked again; queue = its trajectories wait for people; alert = its number is watched"
@@ -751,7 +764,7 @@ class QuerySaved(Event, frozen=True, kw_only=True):
 class AlertChanged(Event, frozen=True, kw_only=True):
     """The number of an alert has passed its threshold, or has come back."""
 
-    number: ClassVar[int] = 27
+    number: ClassVar[int] = 28
     name: str
     state: AlertState
     value: float | None
@@ -765,7 +778,7 @@ class AlertChanged(Event, frozen=True, kw_only=True):
 class ReplayRequested(Event, frozen=True, kw_only=True):
     """Somebody asked for a replay, which `replayground requests` carries out."""
 
-    number: ClassVar[int] = 28
+    number: ClassVar[int] = 29
     sources: list[str]
     scorers: list[str]
     "names of scorers of the job or built-in ones; empty = those that the tasks name"
@@ -778,7 +791,7 @@ class ReplayRequested(Event, frozen=True, kw_only=True):
 class RedriveRequested(Event, frozen=True, kw_only=True):
     """Somebody asked for rejected messages to be written again, which `replayground requests` does."""
 
-    number: ClassVar[int] = 29
+    number: ClassVar[int] = 30
     rejects: list[str]
     "ids of EventRejected"
     requested_by: str
@@ -787,7 +800,7 @@ class RedriveRequested(Event, frozen=True, kw_only=True):
 class RequestReported(Event, frozen=True, kw_only=True):
     """How far a ReplayRequested or a RedriveRequested is."""
 
-    number: ClassVar[int] = 30
+    number: ClassVar[int] = 31
     request: str
     "id of what was asked for"
     state: RequestState
@@ -802,7 +815,7 @@ class RequestReported(Event, frozen=True, kw_only=True):
 class OperatorActed(Event, frozen=True, kw_only=True):
     """Somebody did what no other event tells: wrote rejected messages again, repaired the store, swept blobs …"""
 
-    number: ClassVar[int] = 31
+    number: ClassVar[int] = 32
     action: str
     "the command: dead-letters redrive, reconcile --repair, blobs sweep, submit, tokens add …"
     detail: str
@@ -848,6 +861,7 @@ EVENTS: tuple[type[Event], ...] = (
     TrajectoriesSelected,
     JudgementMade,
     VerdictGiven,
+    AlarmRaised,
     QuerySaved,
     AlertChanged,
     ReplayRequested,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from replayground.schemas.events import (
     AgentMessaged,
+    AlarmRaised,
     AlertChanged,
     AttemptEnded,
     BatchCut,
@@ -206,9 +207,10 @@ ACCESS: tuple[Access, ...] = (
     Access(
         OPERATOR,
         reads=_EVERY_TOPIC,
+        # AlarmRaised: the monitor of a run
         writes=(
             *(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued, VerdictGiven),
-            *(RequestReported, OperatorActed),
+            *(RequestReported, OperatorActed, AlarmRaised),
         ),
         of_field=True,
         makes_topics=True,

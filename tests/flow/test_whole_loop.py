@@ -311,7 +311,7 @@ NOT_IN_A_SHORT_RUN = {
     },
     "operator": {
         *("write TaskSubmitted", "write ControlIssued", "write TrajectoriesSelected", "write VerdictGiven"),
-        *("write RequestReported", "write OperatorActed"),
+        *("write RequestReported", "write OperatorActed", "write AlarmRaised"),
     },
 }
 "uses that trouble, age or a person leads to; each has a test of its own"
