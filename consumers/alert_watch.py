@@ -96,7 +96,7 @@ class AlertWatch:
     @property
     def hook_state(self) -> str:
         """One phrase about the webhook."""
-        return "no webhook is configured" if self._hook is None else self._hook.state
+        return "none is configured" if self._hook is None else self._hook.state
 
     def _watch(self) -> None:
         while not self._stop.is_set():

@@ -733,10 +733,21 @@ class VerdictGiven(Event, frozen=True, kw_only=True):
     comment: str
 
 
+class AlarmRaised(Event, frozen=True, kw_only=True):
+    """The loop of a run does not go on as it should, or does so again."""
+
+    number: ClassVar[int] = 26
+    alarm: Alarm
+    is_over: bool
+    "true: what was wrong is over"
+    detail: str
+    "one sentence"
+
+
 class QuerySaved(Event, frozen=True, kw_only=True):
     """Somebody kept a SELECT under a name, changed it or removed it. The newest event of a name counts."""
 
-    number: ClassVar[int] = 26
+    number: ClassVar[int] = 27
     name: str
     use: QueryUse
     "question = to be asked again; queue = its trajectories wait for people; alert = its number is watched"
@@ -753,7 +764,7 @@ class QuerySaved(Event, frozen=True, kw_only=True):
 class AlertChanged(Event, frozen=True, kw_only=True):
     """The number of an alert has passed its threshold, or has come back."""
 
-    number: ClassVar[int] = 27
+    number: ClassVar[int] = 28
     name: str
     state: AlertState
     value: float | None
@@ -767,7 +778,7 @@ class AlertChanged(Event, frozen=True, kw_only=True):
 class ReplayRequested(Event, frozen=True, kw_only=True):
     """Somebody asked for a replay, which `replayground requests` carries out."""
 
-    number: ClassVar[int] = 28
+    number: ClassVar[int] = 29
     sources: list[str]
     scorers: list[str]
     "names of scorers of the job or built-in ones; empty = those that the tasks name"
@@ -780,7 +791,7 @@ class ReplayRequested(Event, frozen=True, kw_only=True):
 class RedriveRequested(Event, frozen=True, kw_only=True):
     """Somebody asked for rejected messages to be written again, which `replayground requests` does."""
 
-    number: ClassVar[int] = 29
+    number: ClassVar[int] = 30
     rejects: list[str]
     "ids of EventRejected"
     requested_by: str
@@ -789,7 +800,7 @@ class RedriveRequested(Event, frozen=True, kw_only=True):
 class RequestReported(Event, frozen=True, kw_only=True):
     """How far a ReplayRequested or a RedriveRequested is."""
 
-    number: ClassVar[int] = 30
+    number: ClassVar[int] = 31
     request: str
     "id of what was asked for"
     state: RequestState
@@ -804,23 +815,12 @@ class RequestReported(Event, frozen=True, kw_only=True):
 class OperatorActed(Event, frozen=True, kw_only=True):
     """Somebody did what no other event tells: wrote rejected messages again, repaired the store, swept blobs …"""
 
-    number: ClassVar[int] = 31
+    number: ClassVar[int] = 32
     action: str
     "the command: dead-letters redrive, reconcile --repair, blobs sweep, submit, tokens add …"
     detail: str
     "one sentence: what it came to"
     person: str
-
-
-class AlarmRaised(Event, frozen=True, kw_only=True):
-    """The loop of a run does not go on as it should, or does so again."""
-
-    number: ClassVar[int] = 32
-    alarm: Alarm
-    is_over: bool
-    "true: what was wrong is over"
-    detail: str
-    "one sentence"
 
 
 class EventRejected(Event, frozen=True, kw_only=True):
@@ -861,12 +861,12 @@ EVENTS: tuple[type[Event], ...] = (
     TrajectoriesSelected,
     JudgementMade,
     VerdictGiven,
+    AlarmRaised,
     QuerySaved,
     AlertChanged,
     ReplayRequested,
     RedriveRequested,
     RequestReported,
     OperatorActed,
-    AlarmRaised,
     EventRejected,
 )

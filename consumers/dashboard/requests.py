@@ -36,8 +36,7 @@ def requested(row: Mapping[str, Any], told: str, *more: Element | None) -> Eleme
 
 def about_worker(request: ViewRequest) -> Element:
     """Whether what is asked for is carried out at once."""
+    command = el("code", "replayground requests")
     if is_carried_out(request.store, now_microseconds()):
-        return el("span", {"class": "soft"}, "carried out by `replayground requests`, which is there")
-    return el(
-        "span", {"class": "soft"}, "waits until somebody starts `replayground requests` on the machine of the field"
-    )
+        return el("span", {"class": "soft"}, "carried out by ", command, ", which is there")
+    return el("span", {"class": "soft"}, "waits until somebody starts ", command, " on the machine of the field")

@@ -128,7 +128,7 @@ def _form(request: ViewRequest, query: SavedQuery) -> Element:
     if not request.may_act:
         return empty("Alerts are set by operators, while the log is being read.")
     is_set = query.saved_at > 0
-    name = {"name": "name", "value": query.name, "required": True, "pattern": "[a-z0-9][a-z0-9_-]{0,63}"}
+    name = {"name": "name", "value": query.name, "required": True, "pattern": "[a-z0-9][a-z0-9_\\-]{0,63}"}
     box = {
         "name": "sql",
         "rows": 4,

@@ -46,7 +46,7 @@ GROUP BY role, place ORDER BY role, place
     )
 
 
-_MEMORY = _over_time("load['memory_bytes'] / 1048576", "mebibytes")
+_MEMORY = _over_time("load['memory_bytes'] / 1048576", "mebibytes", "mapContains(load, 'memory_bytes')")
 _SANDBOXES_OPEN = _over_time("load['sandboxes']", "sandboxes", "mapContains(load, 'sandboxes')")
 _SERVERS = CachedQuery(
     """

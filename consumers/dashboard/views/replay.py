@@ -66,7 +66,8 @@ def _source(request: ViewRequest, run_id: str) -> RunState:
 def _choose(entries: Sequence[RunEntry], states: Sequence[RunState], scorers: Sequence[str], failed: bool) -> Element:
     runs = [entry for entry in entries if entry.kind in _KINDS]
     if not runs:
-        return empty("No run has played yet, so there is nothing to judge again. `replayground run` starts one.")
+        told = "No run has played yet, so there is nothing to judge again. "
+        return empty(told, el("code", "replayground run"), " starts one.")
     chosen = [state.run_id for state in states]
     shown = [entry for place, entry in enumerate(runs) if place < _SOURCES_SHOWN or entry.run_id in chosen]
     # Without those that ask people: a replay asks nobody.
@@ -184,7 +185,7 @@ def _progress(run: RunState, judged: int, total: int) -> Element:
     figures: list[tuple[str, object]] = [
         ("attempts judged", done),
         ("state", run.reason or "running"),
-        ("attempts a second", number(judged / max(1e-6, lasted / 1e6))),
+        ("attempts a second", number(judged / (lasted / 1e6) if lasted > 0 else None)),
         ("lasted", duration(lasted)),
     ]
     share = (

@@ -194,7 +194,13 @@ def _save(request: ViewRequest) -> Element | None:
     """Keeps the statement in the box above; assets/sql.js takes it from there."""
     if not request.may_act:
         return None
-    name = {"name": "name", "required": True, "pattern": "[a-z0-9][a-z0-9_-]{0,63}", "size": 16, "placeholder": "name"}
+    name = {
+        "name": "name",
+        "required": True,
+        "pattern": "[a-z0-9][a-z0-9_\\-]{0,63}",
+        "size": 16,
+        "placeholder": "name",
+    }
     uses = [el("option", {"value": use, "selected": request.text("use") == use}, told) for use, told in _USES]
     return el(
         "form",

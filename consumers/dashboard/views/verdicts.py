@@ -76,7 +76,8 @@ def view(request: ViewRequest) -> ViewContent:
 def _nobody_is_asked(run: RunState) -> Element:
     job = f"No scorer of {run.run_id} asks people"
     older = "" if run.scorers else ", or the run is of an older release, whose verdicts are given by command"
-    return empty(f"{job}{older}. A job asks them with HumanVerdict; `replayground verdicts next` asks in a terminal.")
+    command = el("code", "replayground verdicts next")
+    return empty(f"{job}{older}. A job asks them with HumanVerdict; ", command, " asks in a terminal.")
 
 
 def _question(request: ViewRequest, run: RunState) -> HumanQuestion:
@@ -123,7 +124,7 @@ def _note(request: ViewRequest, queue: _Queue) -> str:
     return (
         told
         if queue.run.is_active
-        else f"{told} · the run is over: `replayground verdicts count` makes rewards of new ones"
+        else f"{told} · the run is over: replayground verdicts count makes rewards of new ones"
     )
 
 
