@@ -91,12 +91,10 @@ def run(
     import torch
 
     from replayground.streams.log.connect import open_log
-    from replayground.trainer.engines.torch_engine import TorchEngine
 
     torch.set_num_threads(settings.threads)
-    log = open_log(run)
+    log, engine = open_log(run), new_engine(settings, run.seed)
     try:
-        engine = TorchEngine(settings, run.seed)
         train(
             *(run, settings, log, open_blobs(run), engine, program_metrics, stop),
             pauses_when_refused=pauses_when_refused,
@@ -105,7 +103,20 @@ def run(
     except Fenced as error:
         raise fencing_error(log, run, error) from error
     finally:
+        engine.close()
         log.close()
+
+
+def new_engine(settings: TrainerSettings, seed: int) -> Engine:
+    """The engine that the settings name. Nothing is loaded yet."""
+    if settings.engine == "swift":
+        from replayground.trainer.engines.apart import ApartEngine
+        from replayground.trainer.engines.swift_support import swift_libraries
+
+        return ApartEngine(settings, seed, swift_libraries(settings))
+    from replayground.trainer.engines.torch_engine import TorchEngine
+
+    return TorchEngine(settings, seed)
 
 
 def run_sft(
@@ -119,16 +130,15 @@ def run_sft(
     import torch
 
     from replayground.streams.log.connect import open_log
-    from replayground.trainer.engines.torch_engine import TorchEngine
 
     torch.set_num_threads(settings.threads)
-    log = open_log(run)
+    log, engine = open_log(run), new_engine(settings, run.seed)
     try:
-        engine = TorchEngine(settings, run.seed)
         return train_sft(run, settings, log, open_blobs(run), engine, trajectories, program_metrics, stop)
     except Fenced as error:
         raise fencing_error(log, run, error) from error
     finally:
+        engine.close()
         log.close()
 
 

@@ -2,7 +2,7 @@
 
 ask        resolves runs, range, scorers and selection; nothing is written
 start      writes RunStarted; from then on everything that is needed stands on the log
-go_on      judges, cuts batches, compares, writes RunEnded; also what `resume` does
+go_on      judges, cuts batches, compares, writes RunEnded when all is done; also what `resume` does
 dry_run    judges and compares without writing anything
 """
 
@@ -42,7 +42,7 @@ from replayground.deploy.local.folder import FieldFolder, create_run_folder
 from replayground.deploy.resolve import ResolvedConfig
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end
 from replayground.schemas.blobs import open_blobs
-from replayground.schemas.errors import BadInput, LogBroken, ReplaygroundError
+from replayground.schemas.errors import BadInput, LogBroken
 from replayground.schemas.events import (
     JudgementMade,
     Position,
@@ -180,7 +180,7 @@ def module_of(folder: FieldFolder, field_config: ResolvedConfig, state: RunState
     return module
 
 
-def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, asked: RescorePlan) -> RunState:
+def start(log: KafkaLog, field_config: ResolvedConfig, asked: RescorePlan) -> RunState:
     """Writes RunStarted of the replay. Raises BadInput, LogUnavailable."""
     used = asked.request.scorers or tuple(asked.scorers)
     files = [*asked.source.files, *_stored(field_config, asked.scorer_file)]
@@ -202,9 +202,7 @@ def start(log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, aske
             request=msgspec.json.encode(_request(asked)).decode(),
         )
 
-    state = write_new_run(log, "rescore", made)
-    create_run_folder(folder.run(state.run_id))
-    return state
+    return write_new_run(log, "rescore", made)
 
 
 def _request(asked: RescorePlan) -> RescoreRequest:
@@ -232,20 +230,13 @@ def go_on(
     state: RunState,
     processes: int,
     show: ShowProgress,
-) -> RescoreResult | None:
-    """Continues a replay to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
+) -> RescoreResult:
+    """Continues a replay to its end and writes RunEnded. Call it within `ended_on_log`. Raises KeyboardInterrupt,
+    ReplaygroundError."""
     began = time.monotonic()
-    try:
-        with heartbeat("replay", field_config, state):
-            result = _do(log, folder, field_config, state, processes, show)
-    except KeyboardInterrupt:
-        result = None
-    except ReplaygroundError as error:
-        write_end(log, state.run_id, state.starts, "failed", str(error))
-        raise
-    if result is None:
-        write_end(log, state.run_id, state.starts, "stopped", "interrupted")
-        return None
+    create_run_folder(folder.run(state.run_id))
+    with heartbeat("replay", field_config, state):
+        result = _do(log, folder, field_config, state, processes, show)
     result.seconds = time.monotonic() - began
     write_end(log, state.run_id, state.starts, "finished", f"{result.total('trajectories')} trajectories judged again")
     return result
@@ -258,7 +249,7 @@ def _do(
     state: RunState,
     processes: int,
     show: ShowProgress,
-) -> RescoreResult | None:
+) -> RescoreResult:
     request = msgspec.json.decode(state.request, type=RescoreRequest)
     run = run_of(field_config, state, "replay")
     module = module_of(folder, field_config, state)
@@ -266,8 +257,7 @@ def _do(
     _require_same_versions(state, judges_of(module, file))
     result = RescoreResult(state.run_id)
     progress = _Progress(request, show, result.standings)
-    if not rescore(Work(run, request, module, file), processes, progress):
-        return None
+    rescore(Work(run, request, module, file), processes, progress)
     if request.weights_from:
         version = int(request.weights_from.rpartition(":")[2])
         with closing(open_log(run)) as writer:

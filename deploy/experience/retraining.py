@@ -37,7 +37,7 @@ from replayground.deploy.resolve import ResolvedConfig
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end
 from replayground.producers.chat import CHAT_FILES, chat_of
 from replayground.schemas.blobs import open_blobs
-from replayground.schemas.errors import BadInput, LogBroken, ReplaygroundError
+from replayground.schemas.errors import BadInput, LogBroken
 from replayground.schemas.events import (
     BatchCut,
     Position,
@@ -180,7 +180,6 @@ def weights_run_of(log: Log, source: RunState) -> str:
 
 def start(
     log: KafkaLog,
-    folder: FieldFolder,
     source: RunState,
     request: RetrainRequest,
     overrides: Mapping[str, Any],
@@ -192,12 +191,11 @@ def start(
     config = _config(log, source, request, overrides, is_forced)
     if selected is not None:
         log.append(selected)
-    return _write_start(log, folder, "retrain", source, config, [source.run_id], request, source.scorers)
+    return _write_start(log, "retrain", source, config, [source.run_id], request, source.scorers)
 
 
 def _write_start(
     log: KafkaLog,
-    folder: FieldFolder,
     kind: Literal["retrain", "sft"],
     source: RunState,
     config: dict[str, Any],
@@ -220,9 +218,7 @@ def _write_start(
             request=msgspec.json.encode(request).decode(),
         )
 
-    state = write_new_run(log, kind, made)
-    create_run_folder(folder.run(state.run_id))
-    return state
+    return write_new_run(log, kind, made)
 
 
 def _config(
@@ -266,19 +262,14 @@ def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 def go_on(
     log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowProgress
-) -> RetrainResult | None:
-    """Continues a retraining to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
+) -> RetrainResult:
+    """Continues a retraining to its end and writes RunEnded. Call it within `ended_on_log`. Raises KeyboardInterrupt,
+    ReplaygroundError."""
     began = time.monotonic()
+    create_run_folder(folder.run(state.run_id))
     request = msgspec.json.decode(state.request, type=RetrainRequest)
-    try:
-        with heartbeat("trainer", field_config, state), logs_in(folder.run(state.run_id), "trainer"):
-            _Work(log, folder, field_config, state, request).go(show)
-    except KeyboardInterrupt:
-        write_end(log, state.run_id, state.starts, "stopped", "interrupted")
-        return None
-    except ReplaygroundError as error:
-        write_end(log, state.run_id, state.starts, "failed", str(error))
-        raise
+    with heartbeat("trainer", field_config, state), logs_in(folder.run(state.run_id), "trainer"):
+        _Work(log, folder, field_config, state, request).go(show)
     result = _result(log, state, request)
     result.seconds = time.monotonic() - began
     write_end(log, state.run_id, state.starts, "finished", f"{len(result.steps)} steps taken")
@@ -399,7 +390,6 @@ def _template_of(field_config: ResolvedConfig, version: WeightsPublished) -> str
 
 def start_sft(
     log: KafkaLog,
-    folder: FieldFolder,
     source: RunState,
     request: SftRequest,
     overrides: Mapping[str, Any],
@@ -414,24 +404,19 @@ def start_sft(
         log.append(selected)
     # The job first: config and files are its own.
     source_ids = [source.run_id, *(run_id for run_id in selected.runs if run_id != source.run_id)]
-    return _write_start(log, folder, "sft", source, config, source_ids, request, {})
+    return _write_start(log, "sft", source, config, source_ids, request, {})
 
 
 def go_on_sft(
     log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowProgress
-) -> RetrainResult | None:
-    """Continues an SFT to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
+) -> RetrainResult:
+    """Continues an SFT to its end and writes RunEnded. Call it within `ended_on_log`. Raises KeyboardInterrupt,
+    ReplaygroundError."""
     began = time.monotonic()
+    create_run_folder(folder.run(state.run_id))
     request = msgspec.json.decode(state.request, type=SftRequest)
-    try:
-        with heartbeat("trainer", field_config, state), logs_in(folder.run(state.run_id), "trainer"):
-            _SftWork(log, folder, field_config, state, request).go(show)
-    except KeyboardInterrupt:
-        write_end(log, state.run_id, state.starts, "stopped", "interrupted")
-        return None
-    except ReplaygroundError as error:
-        write_end(log, state.run_id, state.starts, "failed", str(error))
-        raise
+    with heartbeat("trainer", field_config, state), logs_in(folder.run(state.run_id), "trainer"):
+        _SftWork(log, folder, field_config, state, request).go(show)
     result = RetrainResult(state.run_id, state.sources[0])
     result.steps = [step for step in steps_of(log, state) if step.kind == "sft"]
     result.seconds = time.monotonic() - began

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import batched
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -70,7 +70,7 @@ def rescore(
 
     Examples:  replayground rescore --run 2026 --scorer better.py --dry-run  ·  replayground rescore --run A --run B
     """
-    from replayground.deploy.experience.rescoring import ask, go_on, start
+    from replayground.deploy.experience.rescoring import ask, start
     from replayground.deploy.experience.rescoring import dry_run as try_out
     from replayground.deploy.experience.scorer_files import parse_scorers
     from replayground.deploy.field import open_field
@@ -95,13 +95,22 @@ def rescore(
                 result = try_out(log, asked, states, show)
             _report(result, is_dry=True)
             return
-        state = start(log, folder, resolved, asked)
+        with _resumable():
+            state = start(log, resolved, asked)
+            done = _rescored(log, folder, resolved, state, workers)
+        _report(done, is_dry=False)
+
+
+def _rescored(
+    log: "KafkaLog", folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState", workers: int
+) -> "RescoreResult":
+    from replayground.deploy.experience.rescoring import go_on
+    from replayground.deploy.experience.runs import ended_on_log
+
+    with ended_on_log(log, state):
         echo(f"rescoring as {state.run_id}")
         with shown_progress("judging") as show:
-            done = go_on(log, folder, resolved, state, workers, show)
-        if done is None:
-            _stopped(state.run_id)
-        _report(done, is_dry=False)
+            return go_on(log, folder, resolved, state, workers, show)
 
 
 def retrain(
@@ -138,6 +147,7 @@ def retrain(
     Examples:  replayground retrain --run 2026 --until 5  ·  replayground retrain --run 2026 --scorer better.py
     """
     from replayground.deploy.experience import rescoring, retraining
+    from replayground.deploy.experience.runs import ended_on_log
     from replayground.deploy.experience.scorer_files import parse_scorers
     from replayground.deploy.field import open_field
     from replayground.deploy.run_lifecycle import log_of
@@ -160,20 +170,17 @@ def retrain(
             selected, is_new = _selected(log, resolved, origins, where, selection)
         if scorer:
             asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
-            source = rescoring.start(log, folder, resolved, asked)
-            echo(f"rescoring as {source.run_id}")
-            with shown_progress("judging") as show:
-                done = rescoring.go_on(log, folder, resolved, source, workers, show)
-            if done is None:
-                _stopped(source.run_id)
+            with _resumable():
+                source = rescoring.start(log, resolved, asked)
+                done = _rescored(log, folder, resolved, source, workers)
             _report(done, is_dry=False)
         request = retraining.ask(log, source, begin=first, until=until, selected=selected, is_followed=follow)
-        state = retraining.start(log, folder, source, request, overrides, force, selected if is_new else None)
-        echo(f"retraining as {state.run_id}, from {request.weights_from}")
-        with shown_progress("training") as show:
-            result = retraining.go_on(log, folder, resolved, state, show)
-        if result is None:
-            _stopped(state.run_id)
+        with _resumable():
+            state = retraining.start(log, source, request, overrides, force, selected if is_new else None)
+            with ended_on_log(log, state):
+                echo(f"retraining as {state.run_id}, from {request.weights_from}")
+                with shown_progress("training") as show:
+                    result = retraining.go_on(log, folder, resolved, state, show)
         _report_steps(result)
 
 
@@ -201,6 +208,7 @@ def sft(
     """
     from replayground.deploy.experience import retraining
     from replayground.deploy.experience.evaluating import find_version
+    from replayground.deploy.experience.runs import ended_on_log
     from replayground.deploy.field import open_field
     from replayground.deploy.run_lifecycle import log_of
     from replayground.deploy.runs import find_run, list_runs
@@ -219,13 +227,14 @@ def sft(
         retraining.require_settings(source, overrides)
         selected, is_new = _selected(log, resolved, sources, where, selection)
         request = retraining.ask_sft(log, resolved, selected, address)
-        state = retraining.start_sft(log, folder, source, request, overrides, selected, is_new)
-        echo(
-            f"fine-tuning as {state.run_id}, from {request.weights_from}, on {len(selected.partitions) // 4:,} trajectories"
-        )
-        with shown_progress("fine-tuning") as show:
-            result = retraining.go_on_sft(log, folder, resolved, state, show)
-        _report_sft(result or _stopped(state.run_id))
+        with _resumable():
+            state = retraining.start_sft(log, source, request, overrides, selected, is_new)
+            with ended_on_log(log, state):
+                count = len(selected.partitions) // 4
+                echo(f"fine-tuning as {state.run_id}, from {request.weights_from}, on {count:,} trajectories")
+                with shown_progress("fine-tuning") as show:
+                    result = retraining.go_on_sft(log, folder, resolved, state, show)
+        _report_sft(result)
 
 
 def _report_sft(result: "RetrainResult") -> None:
@@ -234,7 +243,8 @@ def _report_sft(result: "RetrainResult") -> None:
         echo(
             f"version {step.new_version}: loss {metrics.get('loss_first', 0.0):.3f} to {metrics.get('loss', 0.0):.3f} in "
             f"{metrics.get('steps', 0):.0f} steps on {metrics.get('trajectories', 0):,.0f} trajectories "
-            f"({metrics.get('trajectories_refused', 0):,.0f} refused), {result.seconds:.1f} s"
+            f"({metrics.get('trajectories_tokenised', 0):,.0f} of a teacher, {metrics.get('trajectories_refused', 0):,.0f} "
+            f"refused), {result.seconds:.1f} s"
         )
     echo(f"\nreplayground eval {result.run_id}   plays held-out tasks with it")
 
@@ -308,29 +318,38 @@ def resume(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState")
     """Goes on with a run of one of KINDS, shows it and reports. Raises ReplaygroundError."""
     from replayground.deploy import sources
     from replayground.deploy.experience import rescoring, retraining
+    from replayground.deploy.experience.runs import ended_on_log
     from replayground.deploy.run_lifecycle import log_of
     from replayground.deploy.runs import write_resume
 
-    with log_of(resolved) as log:
+    with log_of(resolved) as log, _resumable():
         state = write_resume(log, state.run_id, sources.code_version(), sources.package_versions())
-        echo(f"resuming {state.run_id}")
-        if state.kind == "replay":
-            with shown_progress("judging") as show:
-                rescored = rescoring.go_on(log, folder, resolved, state, os.cpu_count() or 1, show)
-            _report(rescored or _stopped(state.run_id), is_dry=False)
-        elif state.kind == "sft":
-            with shown_progress("fine-tuning") as show:
-                tuned = retraining.go_on_sft(log, folder, resolved, state, show)
-            _report_sft(tuned or _stopped(state.run_id))
-        else:
-            with shown_progress("training") as show:
-                retrained = retraining.go_on(log, folder, resolved, state, show)
-            _report_steps(retrained or _stopped(state.run_id))
+        with ended_on_log(log, state):
+            echo(f"resuming {state.run_id}")
+            if state.kind == "replay":
+                with shown_progress("judging") as show:
+                    rescored = rescoring.go_on(log, folder, resolved, state, os.cpu_count() or 1, show)
+                _report(rescored, is_dry=False)
+            elif state.kind == "sft":
+                with shown_progress("fine-tuning") as show:
+                    tuned = retraining.go_on_sft(log, folder, resolved, state, show)
+                _report_sft(tuned)
+            else:
+                with shown_progress("training") as show:
+                    retrained = retraining.go_on(log, folder, resolved, state, show)
+                _report_steps(retrained)
 
 
-def _stopped(run_id: str) -> NoReturn:
-    echo(f"stopped; `replayground resume {run_id}` continues it")
-    raise typer.Exit(130)
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """A run that Ctrl-C stops in the block can be resumed: that is said, and the command ends."""
+    from replayground.deploy.experience.runs import Interrupted
+
+    try:
+        yield
+    except Interrupted as stopped:
+        echo(f"stopped; `replayground resume {stopped.run_id}` continues it")
+        raise typer.Exit(130) from stopped
 
 
 def _workers(processes: int) -> int:
