@@ -29,8 +29,6 @@ import msgspec
 from confluent_kafka import Consumer, TopicPartition
 
 from bench.log import _CONSUMER
-from bench.replay_lineage import lineage
-from bench.replay_online import online
 from bench.rounds import Figure, figure
 from replayground.deploy.experience.workers import Work, rescore
 from replayground.deploy.local.stack import LogAddresses, local_log
@@ -87,6 +85,21 @@ def memory(quick: bool) -> dict[str, Figure]:
     peaks = [_peak_mebibytes(count) for count in (10_000, 40_000 if quick else 1_000_000)]
     print(f"  {peaks[0]:.0f} and {peaks[1]:.0f} MiB", file=sys.stderr, flush=True)
     return {"memory_growth": figure([peaks[1] / peaks[0]]), "rescore_mebibytes": figure([peaks[1]])}
+
+
+# Imported where they are used: the process whose memory is measured needs none of it, and is this module, too.
+
+
+def lineage(quick: bool) -> dict[str, Figure]:
+    from bench.replay_lineage import lineage as measured
+
+    return measured(quick)
+
+
+def online(quick: bool) -> dict[str, Figure]:
+    from bench.replay_online import online as measured
+
+    return measured(quick)
 
 
 PARTS: dict[str, Callable[[bool], dict[str, Figure]]] = {

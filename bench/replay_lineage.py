@@ -3,6 +3,7 @@
 The trace store holds one run with every kind of event that practice writes, some ten million rows, made by copying a
 part of it again and again under other names, versions and offsets. A lineage of a version is asked as the traces program
 answers it: from the query to the finished answer, by the clock, each version once, so that no answer is kept from before.
+Beside it the processor seconds of the slowest, for a machine that is busy.
 """
 
 import random
@@ -50,16 +51,17 @@ def measured(dsn: str, trajectories: int, rounds: int) -> dict[str, Figure]:
         count = long.grow(trajectories)
         lineages = Lineages(store, fold(long.prefix), list)
         versions = _spread(long.versions, rounds)
-        seconds = [_seconds(lineages, f"{_RUN}:{version}") for version in versions]
+        forwards = [_timed(lineages, f"{_RUN}:{version}") for version in versions]
         names = [row[0] for row in store.ask(_SOME_TRAJECTORIES.format(count=rounds)).rows]
-        backwards = [_seconds(lineages, name) for name in names]
+        backwards = [_timed(lineages, name) for name in names]
     finally:
         store.close()
-    print(f"  versions {versions}: {[round(one, 3) for one in seconds]} s", file=sys.stderr, flush=True)
+    print(f"  versions {versions}: {[round(seconds, 3) for seconds, _ in forwards]} s", file=sys.stderr, flush=True)
     return {
-        "lineage_seconds": figure([max(seconds)]),
-        "lineage_seconds_median": figure(seconds),
-        "lineage_of_trajectory_seconds": figure([max(backwards)]),
+        "lineage_seconds": figure([max(seconds for seconds, _ in forwards)]),
+        "lineage_seconds_median": figure(seconds for seconds, _ in forwards),
+        "lineage_processor_seconds": figure([max(processor for _, processor in forwards)]),
+        "lineage_of_trajectory_seconds": figure([max(seconds for seconds, _ in backwards)]),
         "lineage_trajectories": figure([count]),
     }
 
@@ -76,10 +78,11 @@ def _spread(newest: int, count: int) -> list[int]:
     return sorted({0, 1, newest, *(chance.randrange(_FIRST, newest) for _ in range(max(1, count - 3)))})
 
 
-def _seconds(lineages: Lineages, of: str) -> float:
-    began = time.perf_counter()
+def _timed(lineages: Lineages, of: str) -> tuple[float, float]:
+    """Seconds by the clock, and of the processor with ClickHouse's threads."""
+    began, processor = time.perf_counter(), time.process_time()
     found = lineages.of(of)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began, time.process_time() - processor
     if found.version is not None and found.version.version.version >= _FIRST:
         batch = found.version.batch
         assert batch is not None

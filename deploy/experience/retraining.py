@@ -37,7 +37,7 @@ from replayground.deploy.resolve import ResolvedConfig
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end
 from replayground.producers.chat import CHAT_FILES, chat_of
 from replayground.schemas.blobs import open_blobs
-from replayground.schemas.errors import BadInput, LogBroken, ReplaygroundError
+from replayground.schemas.errors import BadInput, LogBroken
 from replayground.schemas.events import (
     BatchCut,
     Position,
@@ -87,14 +87,14 @@ def ask(
     *,
     begin: VersionAddress | None = None,
     until: int | None = None,
-    selection: str = "",
+    selected: TrajectoriesSelected | None = None,
     is_followed: bool = False,
 ) -> RetrainRequest:
     """Resolves a request. Raises BadInput."""
     if source.kind not in ("practise", "replay", "retrain"):
         raise BadInput(f"{source.run_id} is of kind {source.kind}: it has no batches to train on")
     begin = begin or first_weights_of(log, source)
-    _require_version(log, begin)
+    require_version(log, begin)
     if until is not None and until <= begin.version:
         raise BadInput(
             f"--until {until}: it begins with version {begin.version}, so the first one that it can make is the next"
@@ -112,16 +112,29 @@ def ask(
         raise BadInput(f"{source.run_id} has no batch to train on in that range: it has {there}")
     if until is not None and until > max(bases, default=0) + 1 and not is_followed:
         raise BadInput(f"--until {until}: the batches of {source.run_id} lead to version {max(bases) + 1}")
+    if selected is not None and not is_followed:
+        _require_members(wanted, selected)
     return RetrainRequest(
         source=source.run_id,
         weights_from=f"{begin.run_id}:{begin.version}",
-        until=until,
-        selection=selection,
+        # What an active source cuts from now on is not wanted: the trainer would wait for steps that it must not take.
+        until=until if is_followed or until is not None else max(bases) + 1,
+        selection="" if selected is None else selected.meta.id,
         is_followed=is_followed,
     )
 
 
-def _require_version(log: Log, address: VersionAddress) -> None:
+def _require_members(batches: Sequence[BatchCut], selected: TrajectoriesSelected) -> None:
+    """Raises BadInput when no batch has a chosen member: a retraining without a step would look like one that is done."""
+    chosen = {(address.partition, address.offset) for address in addresses_of(selected)}
+    places = (member.trajectory for batch in batches for member in batch.members)
+    if not any((place.partition, place.offset) in chosen for place in places):
+        raise BadInput(
+            f"no member of these batches is in selection {selected.name}: choose among those of view batches"
+        )
+
+
+def require_version(log: Log, address: VersionAddress) -> None:
     """Raises BadInput when a version is not on the log."""
     if weights_at(log, address) is None:
         raise BadInput(
@@ -160,9 +173,13 @@ def first_weights_of(log: Log, source: RunState) -> VersionAddress:
     return job.copied_version or VersionAddress(run_id=source.run_id, version=job.first_version)
 
 
+def weights_run_of(log: Log, source: RunState) -> str:
+    """The run whose versions a bare number means: a replay has none of its own. Raises BadInput."""
+    return first_weights_of(log, source).run_id if source.kind == "replay" else source.run_id
+
+
 def start(
     log: KafkaLog,
-    folder: FieldFolder,
     source: RunState,
     request: RetrainRequest,
     overrides: Mapping[str, Any],
@@ -174,12 +191,11 @@ def start(
     config = _config(log, source, request, overrides, is_forced)
     if selected is not None:
         log.append(selected)
-    return _write_start(log, folder, "retrain", source, config, [source.run_id], request, source.scorers)
+    return _write_start(log, "retrain", source, config, [source.run_id], request, source.scorers)
 
 
 def _write_start(
     log: KafkaLog,
-    folder: FieldFolder,
     kind: Literal["retrain", "sft"],
     source: RunState,
     config: dict[str, Any],
@@ -202,9 +218,7 @@ def _write_start(
             request=msgspec.json.encode(request).decode(),
         )
 
-    state = write_new_run(log, kind, made)
-    create_run_folder(folder.run(state.run_id))
-    return state
+    return write_new_run(log, kind, made)
 
 
 def _config(
@@ -248,19 +262,14 @@ def _overridden(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 def go_on(
     log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowProgress
-) -> RetrainResult | None:
-    """Continues a retraining to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
+) -> RetrainResult:
+    """Continues a retraining to its end and writes RunEnded. Call it within `ended_on_log`. Raises KeyboardInterrupt,
+    ReplaygroundError."""
     began = time.monotonic()
+    create_run_folder(folder.run(state.run_id))
     request = msgspec.json.decode(state.request, type=RetrainRequest)
-    try:
-        with heartbeat("trainer", field_config, state), logs_in(folder.run(state.run_id), "trainer"):
-            _Work(log, folder, field_config, state, request).go(show)
-    except KeyboardInterrupt:
-        write_end(log, state.run_id, state.starts, "stopped", "interrupted")
-        return None
-    except ReplaygroundError as error:
-        write_end(log, state.run_id, state.starts, "failed", str(error))
-        raise
+    with heartbeat("trainer", field_config, state), logs_in(folder.run(state.run_id), "trainer"):
+        _Work(log, folder, field_config, state, request).go(show)
     result = _result(log, state, request)
     result.seconds = time.monotonic() - began
     write_end(log, state.run_id, state.starts, "finished", f"{len(result.steps)} steps taken")
@@ -354,7 +363,7 @@ def ask_sft(
 ) -> SftRequest:
     """Resolves a request for SFT. Raises BadInput, also for trajectories of another tokenizer: their ids are other words."""
     version = weights_at(log, begin)
-    _require_version(log, begin)
+    require_version(log, begin)
     assert version is not None, "it is on the log"
     expected = _template_of(field_config, version)
     try:
@@ -381,7 +390,6 @@ def _template_of(field_config: ResolvedConfig, version: WeightsPublished) -> str
 
 def start_sft(
     log: KafkaLog,
-    folder: FieldFolder,
     source: RunState,
     request: SftRequest,
     overrides: Mapping[str, Any],
@@ -396,24 +404,19 @@ def start_sft(
         log.append(selected)
     # The job first: config and files are its own.
     source_ids = [source.run_id, *(run_id for run_id in selected.runs if run_id != source.run_id)]
-    return _write_start(log, folder, "sft", source, config, source_ids, request, {})
+    return _write_start(log, "sft", source, config, source_ids, request, {})
 
 
 def go_on_sft(
     log: KafkaLog, folder: FieldFolder, field_config: ResolvedConfig, state: RunState, show: ShowProgress
-) -> RetrainResult | None:
-    """Continues an SFT to its end and writes RunEnded; None when Ctrl-C stopped it. Raises ReplaygroundError."""
+) -> RetrainResult:
+    """Continues an SFT to its end and writes RunEnded. Call it within `ended_on_log`. Raises KeyboardInterrupt,
+    ReplaygroundError."""
     began = time.monotonic()
+    create_run_folder(folder.run(state.run_id))
     request = msgspec.json.decode(state.request, type=SftRequest)
-    try:
-        with heartbeat("trainer", field_config, state), logs_in(folder.run(state.run_id), "trainer"):
-            _SftWork(log, folder, field_config, state, request).go(show)
-    except KeyboardInterrupt:
-        write_end(log, state.run_id, state.starts, "stopped", "interrupted")
-        return None
-    except ReplaygroundError as error:
-        write_end(log, state.run_id, state.starts, "failed", str(error))
-        raise
+    with heartbeat("trainer", field_config, state), logs_in(folder.run(state.run_id), "trainer"):
+        _SftWork(log, folder, field_config, state, request).go(show)
     result = RetrainResult(state.run_id, state.sources[0])
     result.steps = [step for step in steps_of(log, state) if step.kind == "sft"]
     result.seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""What runs that use old experience share: their ids, their Run, their config, heartbeats and logs."""
+"""What runs that use old experience share: their ids, their Run, their config, how they end, heartbeats and logs."""
 
 import logging
 import os
@@ -16,10 +16,10 @@ from replayground.deploy import sources
 from replayground.deploy.config import HarnessSettings
 from replayground.deploy.local.folder import FieldFolder, RunFolder
 from replayground.deploy.resolve import ResolvedConfig
-from replayground.deploy.runs import RunIdTaken, list_runs, write_start
+from replayground.deploy.runs import RunIdTaken, list_runs, write_end, write_start
 from replayground.deploy.serve import Harness, configure_logs
 from replayground.schemas.blobs import open_blobs
-from replayground.schemas.errors import BadInput, LogBroken
+from replayground.schemas.errors import BadInput, LogBroken, ReplaygroundError
 from replayground.schemas.events import Position, RunStarted
 from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Log
@@ -29,16 +29,49 @@ from replayground.streams.rules.runs import RunState
 _TRIES_MAX = 10
 
 
+class Interrupted(Exception):
+    """Ctrl-C stopped the work on a run, which can be resumed. No error: nothing has gone wrong."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(run_id)
+        self.run_id = run_id
+
+
+@contextmanager
+def ended_on_log(log: Log, state: RunState) -> Iterator[None]:
+    """Writes RunEnded when the block fails, or is stopped by Ctrl-C: that raises Interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        write_end(log, state.run_id, state.starts, "stopped", "interrupted")
+        raise Interrupted(state.run_id) from interrupt
+    except ReplaygroundError as error:
+        write_end(log, state.run_id, state.starts, "failed", str(error))
+        raise
+
+
 def write_new_run(log: Log, what: str, made: Callable[[str], RunStarted]) -> RunState:
     """Writes RunStarted, which `made` makes for an id. Two commands that start in one second get two ids. Raises BadInput,
-    LogUnavailable."""
+    Interrupted, LogUnavailable."""
     for _ in range(_TRIES_MAX):
         event = made(new_run_id(log, what))
         try:
             return write_start(log, event)
         except RunIdTaken:
             continue
+        except KeyboardInterrupt:
+            _end_if_started(log, event)
+            raise
     raise BadInput(f"others took {_TRIES_MAX} ids for this {what} meanwhile: try again")
+
+
+def _end_if_started(log: Log, event: RunStarted) -> None:
+    """Ends a run whose start was interrupted. Raises Interrupted when the start is on the log."""
+    state = list_runs(log).get(event.meta.run_id)
+    # Of the same id, another one's start may have come first: that run goes on.
+    if state is not None and state.start_id == event.meta.id:
+        write_end(log, state.run_id, state.starts, "stopped", "interrupted while it started")
+        raise Interrupted(state.run_id)
 
 
 class ShowProgress(Protocol):

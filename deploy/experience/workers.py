@@ -70,8 +70,9 @@ class _Failure:
     is_bad_input: bool
 
 
-def rescore(work: Work, processes: int, report: Callable[[Standing], None]) -> bool:
-    """Judges all partitions, in this many processes. True when all are done; False when KeyboardInterrupt stopped it.
+def rescore(work: Work, processes: int, report: Callable[[Standing], None]) -> None:
+    """Judges all partitions, in this many processes. Blocks until all are done; ends them on KeyboardInterrupt, which is
+    raised.
 
     Raises BadInput and ReplaygroundError with what a worker reported."""
     context = multiprocessing.get_context("spawn")
@@ -92,8 +93,6 @@ def rescore(work: Work, processes: int, report: Callable[[Standing], None]) -> b
         # Their pipes are closed: they are about to end by themselves.
         for worker, _ in workers:
             worker.join()
-    except KeyboardInterrupt:
-        return False
     finally:
         for worker, ours in workers:
             worker.terminate()
@@ -102,7 +101,6 @@ def rescore(work: Work, processes: int, report: Callable[[Standing], None]) -> b
     for worker, _ in workers:
         if worker.exitcode != 0:
             raise ReplaygroundError(f"a worker of the replay ended with exit code {worker.exitcode}: resume the run")
-    return True
 
 
 def _follow(pipes: list[Connection], report: Callable[[Standing], None]) -> None:

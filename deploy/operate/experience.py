@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import batched
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -63,20 +63,21 @@ def rescore(
 ) -> None:
     """Judge the trajectories of old runs again, as a run of its own with rewards, groups and batches.
 
-    The old rewards stay as they are. Without --scorer, tasks are judged by the scorers that they name, as the code is now.
+    The old rewards stay as they are. Without --scorer, tasks are judged by the scorers that they name,
+    with the job's code as it was when the run began and built-in ones as they are now; give changed code with --scorer.
     Times are local unless they name a zone. What is chosen is compared within its group, however few of it are left.
     Ctrl-C stops it, and `replayground resume` goes on with it. `replayground retrain` learns from the result.
 
     Examples:  replayground rescore --run 2026 --scorer better.py --dry-run  ·  replayground rescore --run A --run B
     """
-    from replayground.deploy.experience.rescoring import ask, go_on, start
+    from replayground.deploy.experience.rescoring import ask, start
     from replayground.deploy.experience.rescoring import dry_run as try_out
     from replayground.deploy.experience.scorer_files import parse_scorers
     from replayground.deploy.field import open_field
     from replayground.deploy.run_lifecycle import log_of
     from replayground.deploy.runs import find_run, list_runs
 
-    chosen = parse_scorers(scorer or [])
+    workers, chosen = _workers(processes), parse_scorers(scorer or [])
     condition = _condition(where, failed_only, since, until)
     if follow and (condition or selection or dry_run):
         raise BadInput(
@@ -94,13 +95,22 @@ def rescore(
                 result = try_out(log, asked, states, show)
             _report(result, is_dry=True)
             return
-        state = start(log, folder, resolved, asked)
+        with _resumable():
+            state = start(log, resolved, asked)
+            done = _rescored(log, folder, resolved, state, workers)
+        _report(done, is_dry=False)
+
+
+def _rescored(
+    log: "KafkaLog", folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState", workers: int
+) -> "RescoreResult":
+    from replayground.deploy.experience.rescoring import go_on
+    from replayground.deploy.experience.runs import ended_on_log
+
+    with ended_on_log(log, state):
         echo(f"rescoring as {state.run_id}")
         with shown_progress("judging") as show:
-            done = go_on(log, folder, resolved, state, processes or os.cpu_count() or 1, show)
-        if done is None:
-            _stopped(state.run_id)
-        _report(done, is_dry=False)
+            return go_on(log, folder, resolved, state, workers, show)
 
 
 def retrain(
@@ -137,40 +147,40 @@ def retrain(
     Examples:  replayground retrain --run 2026 --until 5  ·  replayground retrain --run 2026 --scorer better.py
     """
     from replayground.deploy.experience import rescoring, retraining
+    from replayground.deploy.experience.runs import ended_on_log
     from replayground.deploy.experience.scorer_files import parse_scorers
     from replayground.deploy.field import open_field
     from replayground.deploy.run_lifecycle import log_of
     from replayground.deploy.runs import find_run, list_runs
     from replayground.streams.rules.lineage import played_in
 
-    chosen = parse_scorers(scorer or [])
+    workers, chosen = _workers(processes), parse_scorers(scorer or [])
     overrides = _settings(setting or [])
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
         source = find_run(list_runs(log).values(), run)
         retraining.require_settings(source, overrides)
-        if scorer:
-            asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
-            source = rescoring.start(log, folder, resolved, asked)
-            echo(f"rescoring as {source.run_id}")
-            with shown_progress("judging") as show:
-                done = rescoring.go_on(log, folder, resolved, source, processes or os.cpu_count() or 1, show)
-            if done is None:
-                _stopped(source.run_id)
-            _report(done, is_dry=False)
-        first = _version(begin, list_runs(log).values(), source.run_id)
+        # All that can be wrong, before the rescoring writes anything.
+        first = _version(begin, list_runs(log).values(), retraining.weights_run_of(log, source))
+        if first is not None:
+            retraining.require_version(log, first)
         selected, is_new = None, False
         if where or selection:
             states = list_runs(log)
             origins = [states[name] for name in played_in(states, source.run_id)]
             selected, is_new = _selected(log, resolved, origins, where, selection)
-        chosen_id = "" if selected is None else selected.meta.id
-        request = retraining.ask(log, source, begin=first, until=until, selection=chosen_id, is_followed=follow)
-        state = retraining.start(log, folder, source, request, overrides, force, selected if is_new else None)
-        echo(f"retraining as {state.run_id}, from {request.weights_from}")
-        with shown_progress("training") as show:
-            result = retraining.go_on(log, folder, resolved, state, show)
-        if result is None:
-            _stopped(state.run_id)
+        if scorer:
+            asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
+            with _resumable():
+                source = rescoring.start(log, resolved, asked)
+                done = _rescored(log, folder, resolved, source, workers)
+            _report(done, is_dry=False)
+        request = retraining.ask(log, source, begin=first, until=until, selected=selected, is_followed=follow)
+        with _resumable():
+            state = retraining.start(log, source, request, overrides, force, selected if is_new else None)
+            with ended_on_log(log, state):
+                echo(f"retraining as {state.run_id}, from {request.weights_from}")
+                with shown_progress("training") as show:
+                    result = retraining.go_on(log, folder, resolved, state, show)
         _report_steps(result)
 
 
@@ -198,6 +208,7 @@ def sft(
     """
     from replayground.deploy.experience import retraining
     from replayground.deploy.experience.evaluating import find_version
+    from replayground.deploy.experience.runs import ended_on_log
     from replayground.deploy.field import open_field
     from replayground.deploy.run_lifecycle import log_of
     from replayground.deploy.runs import find_run, list_runs
@@ -206,6 +217,8 @@ def sft(
         raise BadInput("name the weights to begin with: --from RUN or --from RUN:VERSION")
     if not where and not selection:
         raise BadInput("say what to learn from: --where with a condition, or --selection")
+    if selection and run:
+        raise BadInput("--selection names trajectories already: leave out --run")
     overrides = _settings(setting or [])
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
         states = list_runs(log)
@@ -214,13 +227,14 @@ def sft(
         retraining.require_settings(source, overrides)
         selected, is_new = _selected(log, resolved, sources, where, selection)
         request = retraining.ask_sft(log, resolved, selected, address)
-        state = retraining.start_sft(log, folder, source, request, overrides, selected, is_new)
-        echo(
-            f"fine-tuning as {state.run_id}, from {request.weights_from}, on {len(selected.partitions) // 4:,} trajectories"
-        )
-        with shown_progress("fine-tuning") as show:
-            result = retraining.go_on_sft(log, folder, resolved, state, show)
-        _report_sft(result or _stopped(state.run_id))
+        with _resumable():
+            state = retraining.start_sft(log, source, request, overrides, selected, is_new)
+            with ended_on_log(log, state):
+                count = len(selected.partitions) // 4
+                echo(f"fine-tuning as {state.run_id}, from {request.weights_from}, on {count:,} trajectories")
+                with shown_progress("fine-tuning") as show:
+                    result = retraining.go_on_sft(log, folder, resolved, state, show)
+        _report_sft(result)
 
 
 def _report_sft(result: "RetrainResult") -> None:
@@ -229,7 +243,8 @@ def _report_sft(result: "RetrainResult") -> None:
         echo(
             f"version {step.new_version}: loss {metrics.get('loss_first', 0.0):.3f} to {metrics.get('loss', 0.0):.3f} in "
             f"{metrics.get('steps', 0):.0f} steps on {metrics.get('trajectories', 0):,.0f} trajectories "
-            f"({metrics.get('trajectories_refused', 0):,.0f} refused), {result.seconds:.1f} s"
+            f"({metrics.get('trajectories_tokenised', 0):,.0f} of a teacher, {metrics.get('trajectories_refused', 0):,.0f} "
+            f"refused), {result.seconds:.1f} s"
         )
     echo(f"\nreplayground eval {result.run_id}   plays held-out tasks with it")
 
@@ -303,29 +318,46 @@ def resume(folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState")
     """Goes on with a run of one of KINDS, shows it and reports. Raises ReplaygroundError."""
     from replayground.deploy import sources
     from replayground.deploy.experience import rescoring, retraining
+    from replayground.deploy.experience.runs import ended_on_log
     from replayground.deploy.run_lifecycle import log_of
     from replayground.deploy.runs import write_resume
 
-    with log_of(resolved) as log:
+    with log_of(resolved) as log, _resumable():
         state = write_resume(log, state.run_id, sources.code_version(), sources.package_versions())
-        echo(f"resuming {state.run_id}")
-        if state.kind == "replay":
-            with shown_progress("judging") as show:
-                rescored = rescoring.go_on(log, folder, resolved, state, os.cpu_count() or 1, show)
-            _report(rescored or _stopped(state.run_id), is_dry=False)
-        elif state.kind == "sft":
-            with shown_progress("fine-tuning") as show:
-                tuned = retraining.go_on_sft(log, folder, resolved, state, show)
-            _report_sft(tuned or _stopped(state.run_id))
-        else:
-            with shown_progress("training") as show:
-                retrained = retraining.go_on(log, folder, resolved, state, show)
-            _report_steps(retrained or _stopped(state.run_id))
+        with ended_on_log(log, state):
+            echo(f"resuming {state.run_id}")
+            if state.kind == "replay":
+                with shown_progress("judging") as show:
+                    rescored = rescoring.go_on(log, folder, resolved, state, os.cpu_count() or 1, show)
+                _report(rescored, is_dry=False)
+            elif state.kind == "sft":
+                with shown_progress("fine-tuning") as show:
+                    tuned = retraining.go_on_sft(log, folder, resolved, state, show)
+                _report_sft(tuned)
+            else:
+                with shown_progress("training") as show:
+                    retrained = retraining.go_on(log, folder, resolved, state, show)
+                _report_steps(retrained)
 
 
-def _stopped(run_id: str) -> NoReturn:
-    echo(f"stopped; `replayground resume {run_id}` continues it")
-    raise typer.Exit(130)
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """A run that Ctrl-C stops in the block can be resumed: that is said, and the command ends."""
+    from replayground.deploy.experience.runs import Interrupted
+
+    try:
+        yield
+    except Interrupted as stopped:
+        echo(f"stopped; `replayground resume {stopped.run_id}` continues it")
+        raise typer.Exit(130) from stopped
+
+
+def _workers(processes: int) -> int:
+    """How many processes are meant. Raises BadInput."""
+    # With none of them a replay would be done at once, and nothing judged.
+    if processes < 0:
+        raise BadInput(f"--processes {processes}: give how many, or 0 for one for each core")
+    return processes or os.cpu_count() or 1
 
 
 def _settings(given: list[str]) -> dict[str, object]:
@@ -428,7 +460,11 @@ def _selected(
     if selection:
         if where:
             raise BadInput("--selection names trajectories already: leave out --where and the like")
-        return find_selection(log, selection), False
+        found, wanted = find_selection(log, selection), {state.run_id for state in sources}
+        # An older one that names no runs is of all.
+        if found.runs and wanted.isdisjoint(found.runs):
+            raise BadInput(f"selection {found.name} has trajectories of {', '.join(found.runs)} alone")
+        return found, False
     return find(log, resolved, Choice(sources, where), f"selection-{new_id()[:13]}", THE_FIELD), True
 
 

@@ -97,6 +97,9 @@ def _consumer_settings(connection: Connection, refusals: AuthenticationFailures,
         # messages come one by one: fetched twenty times a second instead, they cost the broker a fraction of its work
         "fetch.min.bytes": 64 * 1024,
         "fetch.wait.max.ms": 50,
+        # librdkafka fetches ahead until one of two bounds is reached; with its own, 100,000 messages, a reader of a long log
+        # of small ones holds tens of megabytes that a reader of a short one does not
+        "queued.min.messages": 10_000,
         # one fetch may exceed the second bound, and by as much as it was compressed: so it is kept small
         "fetch.message.max.bytes": 256 * 1024,
         "queued.max.messages.kbytes": 32 * 1024,

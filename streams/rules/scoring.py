@@ -30,6 +30,8 @@ BUILT_IN: tuple[Scorer, ...] = (
     WorldChecks(),
 )
 "those that a task can name without any settings"
+_OURS = frozenset(type(scorer) for scorer in BUILT_IN)
+"classes of scorers that change nothing of what they are given"
 
 
 def scorers_by_name(own: Iterable[Scorer]) -> Mapping[str, Scorer]:
@@ -138,7 +140,9 @@ def score_trajectory(trajectory: TrajectoryAssembled, name: str, scorers: Mappin
         known = ", ".join(sorted(scorers))
         return _exclude(f"no scorer is called {name}; there are {known}")
     try:
-        return checked(scorers[name].score(unshared(trajectory)))
+        scorer = scorers[name]
+        # Copying costs as much as judging does.
+        return checked(scorer.score(trajectory if type(scorer) in _OURS else unshared(trajectory)))
     # The job's code can raise anything; sys.exit in a scorer must not end the program.
     except (Exception, SystemExit) as error:
         return _exclude(f"scorer failed: {_describe_error(error)}")

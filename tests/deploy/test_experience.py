@@ -60,6 +60,8 @@ CONFIG: dict[str, Any] = {
 # Each row is a group of the source; the third has no learning signal.
 ANSWERS = (("0", "1", "1", "0"), ("1", "0", "0", "0"), ("1", "1", "1", "1"), ("0", "0", "0", "1"), ("1", "1", "0", "0"))
 SECOND = 1_000_000
+PATIENCE_SECONDS = 300.0
+"how long a command may take on a busy machine"
 SCORERS = """
 from replayground import Score, scorer
 
@@ -260,6 +262,20 @@ def test_another_scorer_judges_a_part_of_a_run(field: Practised, call: Call) -> 
     assert {reward.scorer_set for reward in rewards} == {f"upside:{replay.scorers['upside']}"}
 
 
+def test_members_that_were_not_chosen_are_left_out_of_a_retraining(field: Practised, call: Call) -> None:
+    code, out, err = call("retrain", "--run", RUN, "--force", "--until", "2", "--where", "answer = '0'")
+    assert code == 0, err
+    again = field.newest("retrain")
+    (copy,) = field.events("batches", again.run_id)
+    original = next(batch for batch in field.events("batches", RUN) if batch.base_version == 1)
+    chosen = {event.meta.trajectory_id for event in field.events("trajectories", RUN) if event.answer == "0"}
+    # The advantages of the others are those of the whole groups.
+    assert copy.members == [member for member in original.members if member.trajectory_id in chosen]
+    assert 0 < len(copy.members) < len(original.members)
+    assert "0 of 1 versions equal" in out
+    assert all(name in out for name in ("sample size", "clipped", "age"))
+
+
 @pytest.mark.parametrize(
     ("options", "judged"),
     [
@@ -282,6 +298,9 @@ def test_retraining_makes_the_same_weights_and_a_new_scorer_others(field: Practi
     again = field.newest("retrain")
     assert field.weights(again.run_id) == {v: sha for v, sha in field.weights(RUN).items() if v >= 1}
     replay = field.newest("replay").run_id
+    # A replay has no versions: a bare number is one of the run that its first batch was for.
+    code, out, err = call("retrain", "--run", replay, "--force", "--from", "2")
+    assert (code, f"from {RUN}:2" in out) == (0, True), out + err
     code, out, err = call("retrain", "--run", replay, "--force", "--set", "trainer.grpo.mode=m2po")
     assert code == 0, err
     assert f"0 of 2 versions equal those of {RUN}" in out
@@ -307,7 +326,8 @@ def test_lineage_leads_from_a_retrained_version_to_the_run_that_was_played(field
     assert f"{retrained}  retrain  versions 2 to 3" in out
 
 
-def follower(field: Practised, *arguments: str) -> "subprocess.Popen[str]":
+def begun(field: Practised, *arguments: str) -> "subprocess.Popen[str]":
+    """A command in a process of its own."""
     return subprocess.Popen(
         command(*arguments), cwd=field.here, env=_ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -317,7 +337,7 @@ def test_sft_learns_from_chosen_trajectories_of_a_teacher_and_of_the_agent(field
     code, out, err = call("sft", "--from", f"{RUN}:1", "--where", "purpose = 'demonstrate' OR passed = 1", "--run", RUN)
     assert code == 0, err
     assert "version 2: loss" in out
-    assert "on 16 trajectories" in out
+    assert "on 16 trajectories (6 of a teacher, 0 refused)" in out
     tuned = field.newest("sft")
     assert (tuned.reason, sorted(field.weights(tuned.run_id))) == ("finished", [1, 2])
     code, out, _ = call("lineage", tuned.run_id)
@@ -356,6 +376,7 @@ REFUSED = [
     (("rescore", "--run", RUN, "--selection", "none"), "there is no selection none"),
     (("rescore", "--run", RUN, "--selection", "good", "--failed-only"), "leave out --where"),
     (("rescore", "--run", RUN, "--follow", "--dry-run"), "--follow judges all that comes"),
+    (("rescore", "--run", RUN, "--processes", "-1"), "--processes -1"),
     (("retrain", "--run", "nobody"), "there is no run nobody"),
     (("retrain", "--run", RUN, "--from", "9"), "version 9"),
     (("retrain", "--run", RUN, "--until", "9"), "lead to version 3"),
@@ -364,6 +385,12 @@ REFUSED = [
     (("retrain", "--run", RUN, "--set", "job.steps=9"), "only settings of the trainer"),
     (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--set", "trainer.nonsense=1"), "nonsense"),
     (("retrain", "--run", RUN, "--where", "colour = 1"), "colour"),
+    (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--where", "colour = 1"), "colour"),
+    (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--from", "9"), "version 9"),
+    (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--selection", "none"), "no selection none"),
+    (("retrain", "--run", RUN, "--where", "purpose = 'eval' OR purpose = 'demonstrate'"), "no member of these batches"),
+    (("retrain", "--run", RUN, "--where", "1) OR (1"), "has no partner"),
+    (("sft", "--from", RUN, "--selection", "good", "--run", RUN), "leave out --run"),
     (("sft", "--from", RUN), "say what to learn from"),
     (("sft", "--where", "1"), "name the weights"),
     (("sft", "--from", f"{RUN}:9", "--where", "passed = 1"), "has no version 9"),
@@ -398,11 +425,11 @@ def test_two_rescores_at_once_and_one_that_is_killed(field: Practised, call: Cal
     """Each is a run of its own. The one that is killed has written nothing twice when it is resumed."""
     known = set(field.states())
     arguments = ("rescore", "--run", RUN, "--scorer", "better.py:upside", "--processes", "2")
-    both = [follower(field, *arguments) for _ in range(2)]
-    assert eventually(lambda: len(set(field.states()) - known) == 2, 120)
+    both = [begun(field, *arguments) for _ in range(2)]
+    assert eventually(lambda: len(set(field.states()) - known) == 2, PATIENCE_SECONDS)
     os.kill(both[0].pid, signal.SIGKILL)
     for process in both:
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE_SECONDS)
     assert both[1].returncode == 0
     ours = [state for run_id, state in field.states().items() if run_id not in known]
     for state in ours:

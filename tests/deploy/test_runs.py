@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
+from replayground.deploy.experience.runs import Interrupted, ended_on_log, write_new_run
 from replayground.deploy.runs import (
     end_of,
     find_run,
@@ -50,6 +51,58 @@ def test_an_id_belongs_to_the_first_who_wrote_it(log: MemoryLog) -> None:
         write_start(log, start_of("a"))
 
 
+class InterruptedLog(MemoryLog):
+    """Ctrl-C comes once: before the next event is on the log, or after it, before it is acknowledged."""
+
+    comes = ""
+
+    def append(self, event: Event, acknowledged: Callable[[Address], None] | None = None) -> None:
+        if self.comes == "before":
+            self.comes = ""
+            raise KeyboardInterrupt
+        super().append(event, acknowledged)
+
+    def flush(self, timeout_seconds: float = 30.0) -> None:
+        if self.comes == "after":
+            self.comes = ""
+            raise KeyboardInterrupt
+        super().flush(timeout_seconds)
+
+
+@pytest.fixture
+def interrupted() -> InterruptedLog:
+    return InterruptedLog(Codec(MemoryRegistry(), Blobs("memory://")))
+
+
+def test_a_start_that_is_interrupted_is_ended_if_it_is_on_the_log(interrupted: InterruptedLog) -> None:
+    interrupted.comes = "after"
+    with pytest.raises(Interrupted) as stopped:
+        write_new_run(interrupted, "rescore", start_of)
+    state = list_runs(interrupted)[stopped.value.run_id]
+    assert (state.reason, state.detail) == ("stopped", "interrupted while it started")
+    assert write_resume(interrupted, state.run_id, "v", {}).is_active
+
+
+def test_a_start_that_is_interrupted_before_it_is_on_the_log_leaves_nothing(interrupted: InterruptedLog) -> None:
+    interrupted.comes = "before"
+    with pytest.raises(KeyboardInterrupt):
+        write_new_run(interrupted, "rescore", start_of)
+    assert list_runs(interrupted) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "reason"),
+    [(KeyboardInterrupt(), Interrupted, "stopped"), (LogUnavailable("away"), LogUnavailable, "failed")],
+)
+def test_work_on_a_run_that_ends_early_ends_the_run(
+    log: MemoryLog, error: BaseException, raised: type[BaseException], reason: str
+) -> None:
+    state = write_new_run(log, "retrain", start_of)
+    with pytest.raises(raised), ended_on_log(log, state):
+        raise error
+    assert list_runs(log)[state.run_id].reason == reason
+
+
 def test_a_start_ends_once(log: MemoryLog) -> None:
     write_start(log, start_of("a"))
     write_end(log, "a", 0, "finished", "done")
@@ -80,7 +133,7 @@ def test_of_two_who_resume_at_once_each_gets_a_number_of_its_own() -> None:
     assert log.rivals == 1
 
 
-class Interrupted(MemoryLog):
+class AwayOnce(MemoryLog):
     """A log that is away when it is asked for the first time."""
 
     away = True
@@ -102,7 +155,7 @@ class Interrupted(MemoryLog):
 
 
 def test_a_log_that_is_away_for_a_moment_is_waited_for() -> None:
-    log = Interrupted(Codec(MemoryRegistry(), Blobs("memory://")))
+    log = AwayOnce(Codec(MemoryRegistry(), Blobs("memory://")))
     assert write_start(log, start_of("a")).run_id == "a"
     assert not log.away
 
