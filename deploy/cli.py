@@ -320,7 +320,6 @@ def serve(
 
     Example:  replayground serve rollouts --folder field/runs/latest --worker rollouts-2
     """
-    from replayground.deploy.local.guard import REASON_FILE
     from replayground.deploy.programs import PROGRAM_BY_NAME
     from replayground.deploy.resolve import load_file
 
@@ -331,7 +330,8 @@ def serve(
     from replayground.deploy.serve import end_process
     from replayground.deploy.serve import serve as serve_program
 
-    end_process(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program, folder / REASON_FILE))
+    # Resolved: `latest` is a link, and would be taken for the name of the run.
+    end_process(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program, folder.resolve()))
 
 
 @app.command(hidden=True)

@@ -305,8 +305,19 @@ class _UsedCode:
         if module_globals is self._root:
             return True
         names = (self._root.get("__name__", ""), module_globals.get("__name__", ""))
-        file = _file_of(module_globals)
-        return not any(name.partition(".")[0] == _OURS for name in names) and Path(file).parent == self._folder
+        if any(name.partition(".")[0] == _OURS for name in names):
+            return False
+        file = Path(_file_of(module_globals))
+        # Or a copy of one there: a replay keeps the files of a scorer in a folder of its own.
+        return file.parent == self._folder or _are_equal(file, self._folder / file.name)
+
+
+def _are_equal(one: Path, other: Path) -> bool:
+    if not other.is_file():
+        return False
+    linecache.checkcache(str(one))
+    linecache.checkcache(str(other))
+    return linecache.getlines(str(one)) == linecache.getlines(str(other))
 
 
 def _is_plain(value: object) -> bool:

@@ -29,6 +29,8 @@ Command = Literal["pause", "resume", "drain", "hold", "release", "cancel"]
 RetiredCommand = Literal["promote", "roll_back"]
 "no program issues or follows these; they can still be decoded, since older logs may hold them"
 
+Alarm = Literal["no_step", "no_batch", "serving_behind"]
+
 # Programs loop up to these numbers. Without bounds, one message with an absurd number would stop all of them.
 GroupSize = Annotated[int, Within(ge=1, le=4096)]
 RETRY_MAX = 100
@@ -711,6 +713,17 @@ class VerdictGiven(Event, frozen=True, kw_only=True):
     comment: str
 
 
+class AlarmRaised(Event, frozen=True, kw_only=True):
+    """The loop of a run does not go on as it should, or does so again."""
+
+    number: ClassVar[int] = 26
+    alarm: Alarm
+    is_over: bool
+    "true: what was wrong is over"
+    detail: str
+    "one sentence"
+
+
 class EventRejected(Event, frozen=True, kw_only=True):
     """A message that a stage could not take, whole and with its address."""
 
@@ -749,5 +762,6 @@ EVENTS: tuple[type[Event], ...] = (
     TrajectoriesSelected,
     JudgementMade,
     VerdictGiven,
+    AlarmRaised,
     EventRejected,
 )

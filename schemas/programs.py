@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from replayground.schemas.events import (
     AgentMessaged,
+    AlarmRaised,
     AttemptEnded,
     BatchCut,
     ControlIssued,
@@ -196,7 +197,11 @@ ACCESS: tuple[Access, ...] = (
     Access(
         OPERATOR,
         reads=_EVERY_TOPIC,
-        writes=(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued, VerdictGiven),
+        # AlarmRaised: the monitor of a run
+        writes=(
+            *(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued, VerdictGiven),
+            AlarmRaised,
+        ),
         of_field=True,
         makes_topics=True,
         # Redriving a dead letter writes it to its original topic, whichever that is.

@@ -134,7 +134,7 @@ TOPICS: tuple[Topic, ...] = (
     # The one topic that forgets by age: every program writes heartbeats here all the time.
     Topic(
         "control",
-        (events.ControlIssued, events.WorkerSeen),
+        (events.ControlIssued, events.AlarmRaised, events.WorkerSeen),
         _control_key,
         partitions=1,
         retention_milliseconds=30 * _DAY_MILLISECONDS,

@@ -15,6 +15,7 @@ import msgspec
 from replayground.schemas.events import (
     Address,
     AgentMessaged,
+    AlarmRaised,
     AttemptEnded,
     BatchCut,
     BatchMember,
@@ -406,6 +407,10 @@ def _control_issued(event: ControlIssued) -> Row:
     }
 
 
+def _alarm_raised(event: AlarmRaised) -> Row:
+    return {"kind": event.alarm, "command": "ended" if event.is_over else "raised", "reason": event.detail}
+
+
 def _worker_seen(event: WorkerSeen) -> Row:
     return {"worker": event.worker, "role": event.role, "load": _finite(event.load)}
 
@@ -453,6 +458,7 @@ _COLUMNS_BY_KIND: dict[type[Event], Callable[[Any], Row]] = {
     WeightsPublished: _weights_published,
     WeightsLoaded: _weights_loaded,
     ControlIssued: _control_issued,
+    AlarmRaised: _alarm_raised,
     WorkerSeen: _worker_seen,
     SnapshotTaken: _snapshot_taken,
     EventRejected: _event_rejected,

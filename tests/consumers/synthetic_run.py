@@ -8,6 +8,7 @@ import msgspec
 
 from replayground.schemas.events import (
     Address,
+    AlarmRaised,
     AttemptEnded,
     BatchCut,
     BatchMember,
@@ -140,6 +141,7 @@ class SyntheticRun:
         for step in range(1, self.run.job.steps + 1):
             yield from self._step(step)
         yield from self._evaluation(self.run.job.first_version + self.run.job.steps, 0.9, ("sampled", "greedy"))
+        yield self._alarm()
         yield self._rejected()
         if self._ended is not None:
             yield self._run_ended(self._ended)
@@ -547,6 +549,12 @@ class SyntheticRun:
             version=version,
             requested_by="feeder",
             reason="evaluation",
+        )
+
+    def _alarm(self) -> AlarmRaised:
+        meta = self._meta("control", "alarm")
+        return AlarmRaised(
+            meta=meta, alarm="no_batch", is_over=False, detail="no batch was cut for 301 s, 20 groups wait"
         )
 
     def _rejected(self) -> EventRejected:

@@ -298,6 +298,9 @@ def test_retraining_makes_the_same_weights_and_a_new_scorer_others(field: Practi
     again = field.newest("retrain")
     assert field.weights(again.run_id) == {v: sha for v, sha in field.weights(RUN).items() if v >= 1}
     replay = field.newest("replay").run_id
+    # A replay has no versions: a bare number is one of the run that its first batch was for.
+    code, out, err = call("retrain", "--run", replay, "--force", "--from", "2")
+    assert (code, f"from {RUN}:2" in out) == (0, True), out + err
     code, out, err = call("retrain", "--run", replay, "--force", "--set", "trainer.grpo.mode=m2po")
     assert code == 0, err
     assert f"0 of 2 versions equal those of {RUN}" in out
@@ -373,6 +376,7 @@ REFUSED = [
     (("rescore", "--run", RUN, "--selection", "none"), "there is no selection none"),
     (("rescore", "--run", RUN, "--selection", "good", "--failed-only"), "leave out --where"),
     (("rescore", "--run", RUN, "--follow", "--dry-run"), "--follow judges all that comes"),
+    (("rescore", "--run", RUN, "--processes", "-1"), "--processes -1"),
     (("retrain", "--run", "nobody"), "there is no run nobody"),
     (("retrain", "--run", RUN, "--from", "9"), "version 9"),
     (("retrain", "--run", RUN, "--until", "9"), "lead to version 3"),
@@ -381,6 +385,12 @@ REFUSED = [
     (("retrain", "--run", RUN, "--set", "job.steps=9"), "only settings of the trainer"),
     (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--set", "trainer.nonsense=1"), "nonsense"),
     (("retrain", "--run", RUN, "--where", "colour = 1"), "colour"),
+    (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--where", "colour = 1"), "colour"),
+    (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--from", "9"), "version 9"),
+    (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--selection", "none"), "no selection none"),
+    (("retrain", "--run", RUN, "--where", "purpose = 'eval' OR purpose = 'demonstrate'"), "no member of these batches"),
+    (("retrain", "--run", RUN, "--where", "1) OR (1"), "has no partner"),
+    (("sft", "--from", RUN, "--selection", "good", "--run", RUN), "leave out --run"),
     (("sft", "--from", RUN), "say what to learn from"),
     (("sft", "--where", "1"), "name the weights"),
     (("sft", "--from", f"{RUN}:9", "--where", "passed = 1"), "has no version 9"),

@@ -305,7 +305,13 @@ NOT_IN_A_SHORT_RUN = {
     "trainer": {"read runs", "read control", "write SnapshotTaken", "write ControlIssued"},
     "reloader": {"write SnapshotTaken"},
     "traces": {"write EventRejected"},
-    "operator": {"write TaskSubmitted", "write ControlIssued", "write TrajectoriesSelected", "write VerdictGiven"},
+    "operator": {
+        "write TaskSubmitted",
+        "write ControlIssued",
+        "write TrajectoriesSelected",
+        "write VerdictGiven",
+        "write AlarmRaised",
+    },
 }
 "uses that trouble, age or a person leads to; each has a test of its own"
 
