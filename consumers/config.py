@@ -123,5 +123,8 @@ class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     "statements of users that run or wait; further ones are refused, and one person has a quarter of them at most"
     sql_per_minute_max: int = 600
     "statements that one person may send in a minute"
+    webhook: str = ""
+    """env:NAME or file:PATH with the http or https address that changes of alerts are posted to as JSON; empty: none.
+    Whoever sets alerts on the page cannot choose where they go"""
     threads: int = 1
     "threads of ClickHouse for one query; the cores are shared with sampling and training"

@@ -13,6 +13,7 @@ import typer
 
 from replayground.deploy import authoring
 from replayground.deploy.operate import (
+    asked,
     commands,
     experience,
     export,
@@ -292,6 +293,7 @@ app.command()(experience.rescore)
 app.command()(experience.retrain)
 app.command()(experience.sft)
 app.command()(experience.select)
+app.command()(asked.requests)
 app.command()(lineage.lineage)
 app.add_typer(scorers.scorer, name="scorer")
 app.add_typer(verdicts.verdicts, name="verdicts", no_args_is_help=True)

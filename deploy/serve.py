@@ -127,8 +127,17 @@ def settings_of(program: Program, resolved: ResolvedConfig) -> Any:
             settings,
             dsn=_with_password(settings.dsn, "[traces] dsn"),
             sql_dsn=_with_password(settings.sql_dsn, "[traces] sql_dsn"),
+            webhook=_webhook(settings.webhook),
         )
     return settings
+
+
+def _webhook(reference: str) -> str:
+    """The address behind a reference. Raises BadInput."""
+    address = read_secret(reference, "traces", "[traces] webhook") if reference else ""
+    if address and not address.startswith(("http://", "https://")):
+        raise BadInput("what [traces] webhook refers to must be an address that begins with http:// or https://")
+    return address
 
 
 def _with_password(dsn: str, field: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from replayground.schemas.events import (
     AgentMessaged,
     AlarmRaised,
+    AlertChanged,
     AttemptEnded,
     BatchCut,
     ControlIssued,
@@ -18,6 +19,11 @@ from replayground.schemas.events import (
     EventRejected,
     GroupCompleted,
     JudgementMade,
+    OperatorActed,
+    QuerySaved,
+    RedriveRequested,
+    ReplayRequested,
+    RequestReported,
     RewardAssigned,
     RolloutEnded,
     RolloutRequested,
@@ -191,7 +197,11 @@ ACCESS: tuple[Access, ...] = (
         # Without the group too: to compare the trace store with the log.
         reads=_EVERY_TOPIC,
         consumes=dict.fromkeys(_EVERY_TOPIC, "traces"),
-        writes=(EventRejected,),
+        # What people decide on the page, in their name (decision 0033), and what became of their alerts.
+        writes=(
+            *(EventRejected, VerdictGiven, QuerySaved, AlertChanged, ReplayRequested, RedriveRequested),
+            OperatorActed,
+        ),
         of_field=True,
     ),
     Access(
@@ -200,7 +210,7 @@ ACCESS: tuple[Access, ...] = (
         # AlarmRaised: the monitor of a run
         writes=(
             *(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued, VerdictGiven),
-            AlarmRaised,
+            *(RequestReported, OperatorActed, AlarmRaised),
         ),
         of_field=True,
         makes_topics=True,

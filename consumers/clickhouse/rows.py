@@ -16,6 +16,7 @@ from replayground.schemas.events import (
     Address,
     AgentMessaged,
     AlarmRaised,
+    AlertChanged,
     AttemptEnded,
     BatchCut,
     BatchMember,
@@ -25,6 +26,11 @@ from replayground.schemas.events import (
     GroupCompleted,
     GroupMember,
     JudgementMade,
+    OperatorActed,
+    QuerySaved,
+    RedriveRequested,
+    ReplayRequested,
+    RequestReported,
     RewardAssigned,
     RolloutEnded,
     RolloutRequested,
@@ -229,6 +235,7 @@ def _rollout_ended(event: RolloutEnded) -> Row:
 
 def _trajectory_assembled(event: TrajectoryAssembled) -> Row:
     return _task(event.task) | {
+        "asked_scorers": event.task.scorers,
         "index": event.index,
         "seed": event.seed,
         "transcript": _json(event.transcript),
@@ -329,6 +336,46 @@ def _trajectories_selected(event: TrajectoriesSelected) -> Row:
         "trajectories": token_count(event.partitions),
         "sha256": event.sha256,
     }
+
+
+def _query_saved(event: QuerySaved) -> Row:
+    return {
+        "name": event.name,
+        "kind": event.use,
+        "where_sql": event.sql,
+        "bound": event.bound,
+        "threshold": event.threshold,
+        "every_seconds": event.every_seconds,
+        "requested_by": event.saved_by,
+    }
+
+
+def _alert_changed(event: AlertChanged) -> Row:
+    row = {"name": event.name, "kind": event.state, "score": event.value}
+    return row | {"bound": event.bound, "threshold": event.threshold}
+
+
+def _replay_requested(event: ReplayRequested) -> Row:
+    return {
+        "kind": "dry run" if event.is_dry_run else "replay",
+        "source_runs": event.sources,
+        "asked_scorers": event.scorers,
+        "where_sql": "failed only" if event.failed_only else "",
+        "requested_by": event.requested_by,
+    }
+
+
+def _redrive_requested(event: RedriveRequested) -> Row:
+    return {"rejects": event.rejects, "requested_by": event.requested_by}
+
+
+def _request_reported(event: RequestReported) -> Row:
+    row = {"request_id": event.request, "kind": event.state, "name": event.run, "reason": event.detail}
+    return row | {"metrics": _finite(event.figures)}
+
+
+def _operator_acted(event: OperatorActed) -> Row:
+    return {"command": event.action, "reason": event.detail, "requested_by": event.person}
 
 
 def _batch_cut(event: BatchCut) -> Row:
@@ -453,6 +500,12 @@ _COLUMNS_BY_KIND: dict[type[Event], Callable[[Any], Row]] = {
     VerdictGiven: _verdict_given,
     GroupCompleted: _group_completed,
     TrajectoriesSelected: _trajectories_selected,
+    QuerySaved: _query_saved,
+    AlertChanged: _alert_changed,
+    ReplayRequested: _replay_requested,
+    RedriveRequested: _redrive_requested,
+    RequestReported: _request_reported,
+    OperatorActed: _operator_acted,
     BatchCut: _batch_cut,
     StepTaken: _step_taken,
     WeightsPublished: _weights_published,

@@ -12,6 +12,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -25,9 +26,16 @@ from replayground.deploy.resolve import ResolvedConfig, load
 from replayground.deploy.run_lifecycle import log_of
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end, write_start
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import Event, RewardAssigned, TrajectoryAssembled
+from replayground.schemas.events import (
+    Event,
+    Meta,
+    ReplayRequested,
+    RequestReported,
+    RewardAssigned,
+    TrajectoryAssembled,
+)
 from replayground.schemas.metrics import ProgramMetrics
-from replayground.schemas.run import Run
+from replayground.schemas.run import FIELD, Run
 from replayground.streams.driver import Driver
 from replayground.streams.hops.flow import hops
 from replayground.streams.log.connect import open_log
@@ -400,6 +408,44 @@ REFUSED = [
     (("lineage", f"{RUN}:9"), "has no version 9"),
     (("lineage", "nobody"), "neither a run nor a trajectory nobody"),
 ]
+
+
+def test_what_the_page_asks_for_is_carried_out_once(field: Practised, call: Call) -> None:
+    def asked(**sent: object) -> str:
+        answer = httpx.post(f"{field.resolved.page_url}/api/replays", json=sent, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["id"])
+
+    def reports() -> list[RequestReported]:
+        return [event for event in field.events("operations", FIELD) if isinstance(event, RequestReported)]
+
+    dry = asked(sources=[RUN], failed_only=True)
+    wrong = asked(sources=[RUN], scorers=["nobody"])
+    real = asked(sources=[RUN], scorers=["exact_match"], is_dry_run=False)
+    forgotten = ReplayRequested(
+        meta=Meta(id="long-ago", run_id=FIELD, category="replay", topic="operations", sender="ann", timestamp=1),
+        sources=[RUN],
+        scorers=[],
+        failed_only=False,
+        is_dry_run=False,
+        requested_by="ann",
+    )
+    with log_of(field.resolved) as log:
+        log.append(forgotten)
+        log.flush()
+    assert call("requests", "--once")[0] == 0
+    last = {report.request: report for report in reports()}
+    assert (last[dry].state, last[dry].run, last[dry].figures["attempts"]) == ("finished", "", 16)
+    assert (last[wrong].state, last[wrong].detail[:25]) == ("failed", "there is no scorer nobody")
+    assert (last["long-ago"].state, last["long-ago"].run) == ("failed", "")
+    replay = field.newest("replay")
+    assert (last[real].state, last[real].run, replay.reason) == ("finished", replay.run_id, "finished")
+    assert (last[real].figures["attempts"], last[real].figures["agreed"]) == (26, 26)
+    shown = httpx.get(f"{field.resolved.page_url}/replay", params={"run": replay.run_id}, timeout=60).text
+    assert "they agree on 100.00%" in shown
+    before = len(reports())
+    assert call("requests", "--once")[0] == 0
+    assert len(reports()) == before
 
 
 @pytest.mark.parametrize(("arguments", "problem"), REFUSED, ids=lambda value: " ".join(value)[:60] if value else "")
