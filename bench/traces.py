@@ -52,6 +52,7 @@ from replayground.consumers.dashboard.routes import VIEWS as PAGES
 from replayground.consumers.dashboard.web import LogSource, Traces, WebServer
 from replayground.consumers.events_to_clickhouse import TraceWriter
 from replayground.consumers.lag_watch import LagWatch
+from replayground.consumers.operations_log import OperationsWriter
 from replayground.consumers.reports.svg import Line
 from replayground.deploy.local.stack import LogAddresses, local_log
 from replayground.schemas.blobs import Blobs
@@ -294,7 +295,7 @@ def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
     writer, stop = TraceWriter(log, store, FIELD_RUN, TracesSettings(), ProgramMetrics()), threading.Event()
     lag = LagWatch(log, ProgramMetrics())
     settings = TracesSettings(port=_free_port())
-    web = WebServer(store, settings, LogSource(log, lag, writer))
+    web = WebServer(store, settings, LogSource(log, lag, writer, OperationsWriter(log)))
     thread = threading.Thread(target=writer.write_until, args=(stop,))
     thread.start()
     lag.start()

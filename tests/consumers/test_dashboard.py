@@ -296,7 +296,7 @@ def test_sql_is_answered_completed_saved_and_drawn(page: Page) -> None:
     expect(page.get_by_role("cell", name="1", exact=True)).to_be_visible(timeout=20_000)
     page.get_by_label("run run-1 alone").uncheck()
     page.get_by_role("button", name="Ask").click()
-    expect(page.get_by_role("cell", name="2", exact=True)).to_be_visible(timeout=20_000)
+    expect(page.get_by_role("cell", name="4", exact=True)).to_be_visible(timeout=20_000)
     page.get_by_label("name").fill("my-runs")
     page.get_by_role("button", name="Save").click()
     expect(page.locator("#saved")).to_contain_text("my-runs", timeout=20_000)
