@@ -21,7 +21,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -286,6 +286,8 @@ class _UsedCode:
             return self._value({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
         if isinstance(value, ModuleType):
             return value.__name__
+        if isinstance(value, PurePath):
+            return self._value(str(value))
         reduced = copyreg.dispatch_table.get(type(value))
         try:
             parts = value.__reduce_ex__(2) if reduced is None else reduced(value)

@@ -15,7 +15,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from replayground.deploy.experience.runs import Interrupted, ended_on_log
 from replayground.deploy.field import running_field
 from replayground.deploy.local.folder import FieldFolder
 from replayground.deploy.resolve import ResolvedConfig
@@ -122,9 +121,6 @@ def carry_out(path: Path, request: Request) -> None:
                 _redrive(log, request)
             else:
                 _Replay(folder, resolved, log, request).go()
-        except Interrupted as interrupt:
-            resume = f"`replayground resume {interrupt.run_id}` goes on with it"
-            _report(log, request.meta.id, "failed", interrupt.run_id, f"it was interrupted: {resume}")
         except ReplaygroundError as error:
             _report(log, request.meta.id, "failed", "", str(error))
         except KeyboardInterrupt:
@@ -154,6 +150,7 @@ class _Replay:
     def go(self) -> None:
         """Raises BadInput, LogUnavailable."""
         from replayground.deploy.experience.rescoring import ask, dry_run, go_on, start
+        from replayground.deploy.experience.runs import Interrupted, ended_on_log
         from replayground.deploy.experience.scorer_files import ChosenScorers
         from replayground.deploy.experience.selecting import FAILED, Choice, find
 
@@ -168,12 +165,16 @@ class _Replay:
         if self._request.is_dry_run:
             self._finish(dry_run(self._log, plan, states, self._show))
             return
-        state = start(self._log, self._resolved, plan)
-        self._run_id = state.run_id
-        with ended_on_log(self._log, state):
+        try:
+            state = start(self._log, self._resolved, plan)
+            self._run_id = state.run_id
             self._say("started", "judging")
-            result = go_on(self._log, self._folder, self._resolved, state, os.cpu_count() or 1, self._show)
-        self._finish(result)
+            with ended_on_log(self._log, state):
+                result = go_on(self._log, self._folder, self._resolved, state, os.cpu_count() or 1, self._show)
+        except Interrupted as stopped:
+            self._say("failed", f"it was interrupted: `replayground resume {stopped.run_id}` goes on with it")
+        else:
+            self._finish(result)
 
     def _show(self, done: int, total: int, detail: str) -> None:
         # A dry run writes no rewards from which its progress could be read.

@@ -23,7 +23,10 @@ def export(
     ] = "parquet",
     run: Annotated[list[str] | None, typer.Option("--run", help="Only these runs; may be repeated.")] = None,
     selection: Annotated[
-        str | None, typer.Option("--selection", help="Only the trajectories of this selection (`replayground select`).")
+        str | None,
+        typer.Option(
+            "--selection", help="Only the trajectories of this selection (`replayground select`), and their rewards."
+        ),
     ] = None,
     first: Annotated[int, typer.Option("--from", min=0, help="Only offsets from this one on, in each partition.")] = 0,
     following: Annotated[

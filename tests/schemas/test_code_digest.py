@@ -225,6 +225,15 @@ def test_an_object_without_a_version_has_one_of_its_class_and_attributes(tmp_pat
     assert before != version(tmp_path / "e", changed("> self.limit()", "< self.limit()", text))
 
 
+def test_an_object_is_the_same_in_every_folder(tmp_path: Path) -> None:
+    text = (
+        "from pathlib import Path\n\n\nclass Own:\n    name = 'own'\n\n    def __init__(self):\n"
+        "        self.folder, self.words = Path(__file__).parent, {'a', 'b'}\n\n    def score(self, trajectory):\n"
+        "        return float(self.folder.exists())\n\n\ndef tasks(split, seed): ...\n\n\nSCORERS = (Own(),)\n"
+    )
+    assert version(tmp_path / "a", text) == version(tmp_path / "b", text)
+
+
 def test_a_declared_version_stays(tmp_path: Path) -> None:
     declared = changed('needs="trajectory"', 'version="7"')
     assert version(tmp_path / "a", declared) == "7"

@@ -42,36 +42,36 @@ class EngineDied(ReplaygroundError):
     """The process of an engine ended in the middle of a call. Its last lines stand in the message."""
 
 
-class Load(Struct, frozen=True, tag=True):
+class LoadCall(Struct, frozen=True, tag=True):
     files: dict[str, str]
     checkpoint: dict[str, str]
 
 
-class Reference(Struct, frozen=True, tag=True):
+class ReferenceCall(Struct, frozen=True, tag=True):
     files: dict[str, str]
 
 
-class Learn(Struct, frozen=True, tag=True):
+class LearnCall(Struct, frozen=True, tag=True):
     demonstrations: list[TrajectoryAssembled]
 
 
-class Practise(Struct, frozen=True, tag=True):
+class PractiseCall(Struct, frozen=True, tag=True):
     batch: GrpoBatch
 
 
-class Save(Struct, frozen=True, tag=True):
+class SaveCall(Struct, frozen=True, tag=True):
     folder: str
     is_checkpoint: bool
 
 
-class Probe(Struct, frozen=True, tag=True):
+class ProbeCall(Struct, frozen=True, tag=True):
     tokens: list[int]
 
 
-Call = Load | Reference | Learn | Practise | Save | Probe
+Call = LoadCall | ReferenceCall | LearnCall | PractiseCall | SaveCall | ProbeCall
 
 
-class Answer(Struct, frozen=True, tag=True, omit_defaults=True):
+class EngineAnswer(Struct, frozen=True, tag=True, omit_defaults=True):
     """The result of a call; what it does not give is left out."""
 
     report: StepReport | None = None
@@ -79,12 +79,12 @@ class Answer(Struct, frozen=True, tag=True, omit_defaults=True):
     logprobs: list[float] = []
 
 
-class Progressed(Struct, frozen=True, tag=True):
+class EngineProgress(Struct, frozen=True, tag=True):
     share: float
     loss: float
 
 
-class Refused(Struct, frozen=True, tag=True):
+class EngineRefusal(Struct, frozen=True, tag=True):
     kind: str
     "class of the error"
     message: str
@@ -93,7 +93,7 @@ class Refused(Struct, frozen=True, tag=True):
 _ERRORS: dict[str, type[ReplaygroundError]] = {
     error.__name__: error for error in (BadInput, BlobDamaged, LossNotFinite, StepRefused)
 }
-_ANSWERS = msgspec.msgpack.Decoder(Answer | Progressed | Refused)
+_ANSWERS = msgspec.msgpack.Decoder(EngineAnswer | EngineProgress | EngineRefusal)
 _CALLS = msgspec.msgpack.Decoder(Call)
 
 
@@ -112,32 +112,32 @@ class ApartEngine:
     def load(self, files: Mapping[str, Path], checkpoint: Mapping[str, Path]) -> None:
         if self._child is None:
             self._child = _Child(self._settings, self._seed, self._libraries)
-        self._ask(Load(_texts(files), _texts(checkpoint)))
+        self._ask(LoadCall(_texts(files), _texts(checkpoint)))
 
     def set_reference(self, files: Mapping[str, Path]) -> None:
-        self._ask(Reference(_texts(files)))
+        self._ask(ReferenceCall(_texts(files)))
 
     def sft(self, demonstrations: Sequence[TrajectoryAssembled], progress: Progress) -> StepReport:
-        return _report(self._ask(Learn(list(demonstrations)), progress))
+        return _report(self._ask(LearnCall(list(demonstrations)), progress))
 
     def grpo(self, batch: GrpoBatch) -> StepReport:
-        return _report(self._ask(Practise(batch)))
+        return _report(self._ask(PractiseCall(batch)))
 
     def save(self, folder: Path) -> dict[str, Path]:
-        return _paths(self._ask(Save(str(folder), False)).files)
+        return _paths(self._ask(SaveCall(str(folder), False)).files)
 
     def checkpoint(self, folder: Path) -> dict[str, Path]:
-        return _paths(self._ask(Save(str(folder), True)).files)
+        return _paths(self._ask(SaveCall(str(folder), True)).files)
 
     def probe(self, tokens: Sequence[int]) -> list[float]:
-        return self._ask(Probe(list(tokens))).logprobs
+        return self._ask(ProbeCall(list(tokens))).logprobs
 
     def close(self) -> None:
         if self._child is not None:
             self._child.close()
             self._child = None
 
-    def _ask(self, call: Call, progress: Progress | None = None) -> Answer:
+    def _ask(self, call: Call, progress: Progress | None = None) -> EngineAnswer:
         assert self._child is not None, "load comes first"
         try:
             return self._child.ask(call, progress)
@@ -175,17 +175,17 @@ class _Child:
         self._forwarder.start()
         self._connection.send_bytes(msgspec.msgpack.encode(settings))
 
-    def ask(self, call: Call, progress: Progress | None) -> Answer:
+    def ask(self, call: Call, progress: Progress | None) -> EngineAnswer:
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(call))
             while True:
                 match _ANSWERS.decode(self._connection.recv_bytes()):
-                    case Progressed(share=share, loss=loss):
+                    case EngineProgress(share=share, loss=loss):
                         if progress is not None:
                             progress(share, loss)
-                    case Refused(kind=kind, message=message):
+                    case EngineRefusal(kind=kind, message=message):
                         raise _ERRORS[kind](message)
-                    case Answer() as answer:
+                    case EngineAnswer() as answer:
                         return answer
         except (EOFError, OSError) as error:
             self._process.wait(_END_SECONDS)
@@ -232,28 +232,28 @@ def _paths(files: Mapping[str, str]) -> dict[str, Path]:
     return {name: Path(path) for name, path in files.items()}
 
 
-def _report(answer: Answer) -> StepReport:
+def _report(answer: EngineAnswer) -> StepReport:
     assert answer.report is not None
     return answer.report
 
 
-def answer_to(engine: Engine, call: Any, progress: Progress) -> Answer:
+def answer_to(engine: Engine, call: Any, progress: Progress) -> EngineAnswer:
     """Does what a call asks for."""
     match call:
-        case Load(files=files, checkpoint=checkpoint):
+        case LoadCall(files=files, checkpoint=checkpoint):
             engine.load(_paths(files), _paths(checkpoint))
-        case Reference(files=files):
+        case ReferenceCall(files=files):
             engine.set_reference(_paths(files))
-        case Learn(demonstrations=demonstrations):
-            return Answer(report=engine.sft(demonstrations, progress))
-        case Practise(batch=batch):
-            return Answer(report=engine.grpo(batch))
-        case Save(folder=folder, is_checkpoint=is_checkpoint):
+        case LearnCall(demonstrations=demonstrations):
+            return EngineAnswer(report=engine.sft(demonstrations, progress))
+        case PractiseCall(batch=batch):
+            return EngineAnswer(report=engine.grpo(batch))
+        case SaveCall(folder=folder, is_checkpoint=is_checkpoint):
             save = engine.checkpoint if is_checkpoint else engine.save
-            return Answer(files=_texts(save(Path(folder))))
-        case Probe(tokens=tokens):
-            return Answer(logprobs=engine.probe(tokens))
-    return Answer()
+            return EngineAnswer(files=_texts(save(Path(folder))))
+        case ProbeCall(tokens=tokens):
+            return EngineAnswer(logprobs=engine.probe(tokens))
+    return EngineAnswer()
 
 
 def main(descriptor: int, seed: int, folder: Path) -> None:
@@ -276,10 +276,10 @@ def main(descriptor: int, seed: int, folder: Path) -> None:
         try:
             if engine is None:
                 engine = _swift_engine(settings, seed, folder)
-            answer: Struct = answer_to(engine, call, lambda share, loss: _send(connection, Progressed(share, loss)))
+            answer: Struct = answer_to(engine, call, lambda share, loss: _send(connection, EngineProgress(share, loss)))
         except tuple(_ERRORS.values()) as error:
             kind = next(kind for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
-            answer = Refused(kind.__name__, str(error))
+            answer = EngineRefusal(kind.__name__, str(error))
         _send(connection, answer)
 
 
