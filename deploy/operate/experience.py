@@ -502,10 +502,18 @@ class _Lines:
         if now - self._said < _LINE_SECONDS:
             return
         self._said = now
-        rate = done / max(1e-9, now - self._began)
-        left = (total - done) / rate if rate else 0.0
-        share = f"{done / total:.0%}" if total else ""
-        echo_error(f"{self._what} {share}  {rate:,.0f}/s  {left:.0f} s left  {detail}")
+        echo_error(progress_line(self._what, done, total, now - self._began, detail))
+
+
+def progress_line(what: str, done: int, total: int, seconds: float, detail: str) -> str:
+    """Share, rate and remaining time of work that has taken so many seconds; without the last two once all is done."""
+    if done >= total:
+        return f"{what} 100%  {detail}" if total else f"{what}  {detail}"
+    rate = done / max(1e-9, seconds)
+    # Steps of a trainer take seconds: a rate of 0/s would say nothing.
+    shown = f"{rate:,.0f}/s" if rate >= 1 else f"{60 * rate:.0f}/min"
+    left = f"  {(total - done) / rate:.0f} s left" if rate else ""
+    return f"{what} {done / total:.0%}  {shown}{left}  {detail}"
 
 
 def _report(result: "RescoreResult", is_dry: bool) -> None:

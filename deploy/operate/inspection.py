@@ -283,7 +283,8 @@ def _row_of(run: "RunEntry") -> tuple[str, ...]:
 
     started = datetime.fromtimestamp(run.started_at / 1e6).strftime("%Y-%m-%d %H:%M")
     pass_at_1 = "" if run.pass_at_1 is None else f"{run.pass_at_1:.3f}"
-    steps = steps_text(run.steps, run.steps_target)
+    # A replay and an evaluation take no steps.
+    steps = "" if run.kind in ("replay", "eval") else steps_text(run.steps, run.steps_target)
     job = "/".join(Path(run.job).parts[-2:])
     return run.run_id, job, str(run.seed), run.state, steps, pass_at_1, started, run.started_by
 
