@@ -21,7 +21,7 @@ document.addEventListener("change", event => {
 
 // Fields that say nothing stay out of the address.
 document.addEventListener("submit", event => {
-  if (event.target.method !== "get") return;
+  if (event.target.method !== "get" || event.target.matches(".post")) return;
   for (const field of event.target.elements) if (field.name && field.value === "") field.disabled = true;
 });
 addEventListener("pageshow", () => {
