@@ -34,6 +34,7 @@ _FIRST = 2
 _NAMES = ("id", "task_id", "group_id", "trajectory_id", "attempt_id", "causation_id", "batch_id")
 _LISTS = ("member_trajectories", "member_attempts", "member_groups", "batches")
 _VERSIONS = ("version", "base_version", "policy_version", "policy_version_oldest", "policy_floor")
+_MERGES_SECONDS = 600.0
 _PLACES = ("offset", "trajectory_offset")
 
 
@@ -49,6 +50,7 @@ def measured(dsn: str, trajectories: int, rounds: int) -> dict[str, Figure]:
     try:
         long = LongRun(store)
         count = long.grow(trajectories)
+        _await_merges(store)
         lineages = Lineages(store, fold(long.prefix), list)
         versions = _spread(long.versions, rounds)
         forwards = [_timed(lineages, f"{_RUN}:{version}") for version in versions]
@@ -70,6 +72,13 @@ _SOME_TRAJECTORIES = (
     f"SELECT trajectory_id FROM events WHERE run_id = '{_RUN}' AND type = 'TrajectoryAssembled' AND purpose = 'train' "
     "ORDER BY cityHash64(id) LIMIT {count}"
 )
+
+
+def _await_merges(store: Store) -> None:
+    """ClickHouse merges what was inserted at once here, and in practice over the hours of such a run."""
+    until = time.monotonic() + _MERGES_SECONDS
+    while int(store.ask("SELECT count() FROM system.merges").rows[0][0]) and time.monotonic() < until:
+        time.sleep(0.5)
 
 
 def _spread(newest: int, count: int) -> list[int]:

@@ -2,24 +2,42 @@
 
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
+
+_CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
 
 class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One vLLM server. TOML section [vllm]."""
+    """One vLLM server. TOML section [vllm]. The defaults are for a small model on shared CPU cores; deploy/config/gpu.toml
+    has those for a GPU."""
 
     port: int = 8100
     "port on loopback; the server's name on the log is http://127.0.0.1:<port>"
     threads: int = 1
-    "OpenMP threads of the model; one is best for a small model on shared cores"
+    "OpenMP threads of the model; one is best for a small model on shared cores; 0 = vLLM decides"
     tokens_max: int = 512
     "longest prompt and answer together"
     sequences_max: int = 64
     "requests sampled in one step"
     kv_cache_gibibytes: int = 1
-    "memory for attention caches; vLLM would take nearly all of the machine otherwise"
+    "memory for attention caches of a server on CPU, which would take nearly all of the machine otherwise; 0 on a GPU"
+    gpu_memory_share: float = 0.0
+    "of a GPU's memory, for weights and attention caches together (--gpu-memory-utilization); 0 = vLLM decides"
+    tensor_parallel: int = 1
+    "GPUs that the model is split over (--tensor-parallel-size)"
+    eager: bool = True
+    "true = no CUDA graphs and no compilation (--enforce-eager); what a CPU needs"
+    executor: str = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    """how the model is run (--distributed-executor-backend): by default inside the engine's process, which spares 28 % of the
+    processor time of a token on CPU, where vLLM takes a process more; empty = vLLM decides, as it must for several GPUs"""
+    environment: dict[str, str] = field(default_factory=lambda: dict(_CPU_ENVIRONMENT))
+    """further variables of vLLM's environment. On shared cores the kernel places threads better than vLLM, and without the
+    second one the first request compiles C++ for 17 s"""
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
     "float32 makes sampling agree with the trainer to 1e-5; others are for machines with a GPU"
+    development_mode: bool = False
+    """true = vLLM's development mode, in which anybody who reaches the port may call any method of its workers; false = only
+    the endpoints that the reloader needs, as a plugin of vLLM"""
     start_seconds_max: float = 300.0
     "a server that is not healthy by then has failed"
     folder: str = ""
@@ -35,8 +53,9 @@ class ReloaderSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     "addresses of the servers; each is also the server's name on the log"
     probe_tolerance: float = 1e-3
     "greatest difference allowed between the server's and the trainer's log-probabilities of the probe"
-    pause_mode: Literal["wait", "abort"] = "wait"
-    "what happens to running turns: wait = they end on the old weights, so each has one version; abort = they are lost"
+    pause_mode: Literal["wait", "abort", "keep"] = "wait"
+    """what happens to running turns: wait = they end on the old weights, so each has one version; abort = they are lost;
+    keep = they stop in the middle and go on with the new weights, each token with the version that sampled it"""
     pause_seconds_max: float = 60.0
     "a server that cannot pause within this is reported and tried again"
     request_seconds_max: float = 60.0
@@ -104,5 +123,8 @@ class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     "statements of users that run or wait; further ones are refused, and one person has a quarter of them at most"
     sql_per_minute_max: int = 600
     "statements that one person may send in a minute"
+    webhook: str = ""
+    """env:NAME or file:PATH with the http or https address that changes of alerts are posted to as JSON; empty: none.
+    Whoever sets alerts on the page cannot choose where they go"""
     threads: int = 1
     "threads of ClickHouse for one query; the cores are shared with sampling and training"

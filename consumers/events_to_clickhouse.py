@@ -22,6 +22,7 @@ from replayground.consumers.clickhouse.rows import Row
 from replayground.consumers.clickhouse.store import Place, Store, require_store
 from replayground.consumers.config import TracesSettings
 from replayground.consumers.lag_watch import LagWatch
+from replayground.consumers.operations_log import OperationsWriter
 from replayground.schemas.errors import BadInput, LogBroken, LogUnavailable
 from replayground.schemas.events import EventRejected, Position
 from replayground.schemas.ids import now_microseconds
@@ -63,7 +64,8 @@ def _follow(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics,
     store = Store(settings.dsn, settings.database, settings.threads)
     lag = LagWatch(log, program_metrics)
     writer = TraceWriter(log, store, run, settings, program_metrics)
-    web = WebServer(store, settings, LogSource(log, lag, writer))
+    operations = open_log(run)
+    web = WebServer(store, settings, LogSource(log, lag, writer, OperationsWriter(operations)))
     try:
         lag.start()
         web.start()
@@ -74,6 +76,7 @@ def _follow(run: Run, settings: TracesSettings, program_metrics: ProgramMetrics,
         web.stop()
         lag.stop()
         store.close()
+        operations.close()
         log.close()
 
 

@@ -1,6 +1,6 @@
 """Client of one vLLM server's admin endpoints: pause, reload, version label, probe, resume.
 
-Written for the HTTP interface of vLLM 0.32 in development mode (VLLM_SERVER_DEV_MODE=1).
+Written for the HTTP interface of vLLM 0.32, with its development mode or with the plugin of consumers.vllm_endpoints.
 """
 
 import uuid
@@ -62,14 +62,19 @@ class VllmAdmin:
 
     def resume(self) -> None:
         self._request("POST", "/resume")
+        if self.is_paused():
+            raise ServerRefused(f"{self.url} was resumed and still says that it is paused")
 
     def reload_weights(self, folder: str) -> None:
         """Loads weights from a folder that the server can read. A failure may leave the model partly loaded."""
         self._request("POST", "/collective_rpc", json={"method": RELOAD_METHOD, "kwargs": {"weights_path": folder}})
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self, is_mid_turn: bool = False) -> None:
+        """`is_mid_turn`: turns that a pause stopped in the middle give their cache up; what they have said is computed
+        again when they go on."""
+        params = {"reset_running_requests": is_mid_turn}
         # vLLM responds 200 with success=false while blocks are in use, so the status alone is not enough.
-        if self._request("POST", "/reset_prefix_cache").get("success") is not True:
+        if self._request("POST", "/reset_prefix_cache", params=params).get("success") is not True:
             raise ServerRefused(f"{self.url} did not reset its prefix cache: blocks are still in use")
 
     def set_weight_version(self, label: str) -> None:

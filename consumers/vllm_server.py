@@ -1,7 +1,7 @@
 """Runs one vLLM server as a child process, started from the newest weights on the log.
 
-The server starts paused (consumers.vllm_scheduler): the reloader verifies its weights and resumes it. The flags are
-for a small model on few shared cores, where vLLM's own work per token costs more than the model's.
+The server starts paused (consumers.vllm_scheduler): the reloader verifies its weights and resumes it. What suits a
+device is in the settings.
 """
 
 import os
@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import IO
 
@@ -21,7 +22,7 @@ from replayground.consumers.config import VllmSettings
 from replayground.consumers.vllm_admin import VllmAdmin
 from replayground.consumers.weights_files import WeightsFolder
 from replayground.schemas.blobs import open_blobs
-from replayground.schemas.errors import ReplaygroundError
+from replayground.schemas.errors import BadInput, ReplaygroundError
 from replayground.schemas.events import WeightsPublished
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.run import Run
@@ -32,6 +33,8 @@ from replayground.streams.log.weights import newest_weights_from
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
 "name of the model in requests"
+PLUGIN = "replayground"
+"name of consumers.vllm_endpoints among the plugins of vLLM (pyproject.toml)"
 _END_SECONDS_MAX = 15.0
 
 _log = structlog.get_logger(__name__)
@@ -82,6 +85,7 @@ def newest_weights(log: Log, run: Run, stop: threading.Event) -> WeightsPublishe
 
 def serve(model: Path, settings: VllmSettings, program_metrics: ProgramMetrics, stop: threading.Event) -> None:
     """Runs `vllm serve` on a model folder until `stop` is set. Raises ServerDied."""
+    _require_plugin(settings)
     # A session of its own: vLLM starts further processes, which are ended together as one process group (_end).
     child = subprocess.Popen(
         command(model, settings),
@@ -105,6 +109,15 @@ def serve(model: Path, settings: VllmSettings, program_metrics: ProgramMetrics, 
         forwarder.join(timeout=2.0)
 
 
+def _require_plugin(settings: VllmSettings) -> None:
+    # vLLM would start all the same, and the reloader would be answered 404.
+    if not settings.development_mode and not entry_points(group="vllm.endpoint_plugins", name=PLUGIN):
+        raise BadInput(
+            f"vLLM cannot find the plugin {PLUGIN}: this installation of replayground is older than it. Run `make setup`, "
+            "or set [vllm] development_mode = true"
+        )
+
+
 def command(model: Path, settings: VllmSettings) -> list[str]:
     """The command line of `vllm serve`, run by this Python and not by whatever `vllm` is first in the PATH."""
     return [
@@ -120,14 +133,32 @@ def command(model: Path, settings: VllmSettings) -> list[str]:
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--scheduler-cls", "replayground.consumers.vllm_scheduler.ProbeScheduler"),
         *("--worker-extension-cls", "replayground.consumers.vllm_worker.ReloadingWorker"),
-        # The model runs inside the engine's process, which saves a process and its busy waiting: 28 % less CPU time per
-        # token. Named by its class, because vLLM on CPU replaces the short name "uni" by "mp".
-        *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
-        *("--enforce-eager", "--no-use-tqdm-on-load", "--disable-log-stats"),
-        *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning"),
+        *(
+            "--no-use-tqdm-on-load",
+            "--disable-log-stats",
+            "--disable-uvicorn-access-log",
+            "--uvicorn-log-level",
+            "warning",
+        ),
+        *_device_flags(settings),
         # Last, so that a user's argument wins over the ones above.
         *settings.arguments,
     ]
+
+
+def _device_flags(settings: VllmSettings) -> list[str]:
+    flags = ["--enforce-eager"] if settings.eager else []
+    # By its class and not as "uni", which vLLM on CPU replaces by "mp".
+    flags += ["--distributed-executor-backend", settings.executor] if settings.executor else []
+    flags += ["--tensor-parallel-size", str(settings.tensor_parallel)] if settings.tensor_parallel > 1 else []
+    flags += ["--gpu-memory-utilization", str(settings.gpu_memory_share)] if settings.gpu_memory_share else []
+    return flags
+
+
+def _device_environment(settings: VllmSettings) -> dict[str, str]:
+    threads = {"OMP_NUM_THREADS": str(settings.threads)} if settings.threads else {}
+    cache = {"VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gibibytes)} if settings.kv_cache_gibibytes else {}
+    return {**threads, **cache, **settings.environment}
 
 
 def environment(settings: VllmSettings) -> dict[str, str]:
@@ -137,18 +168,15 @@ def environment(settings: VllmSettings) -> dict[str, str]:
         **os.environ,
         "REPLAYGROUND_PARENT": str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(filter(None, (project, os.environ.get("PYTHONPATH")))),
-        "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gibibytes),
-        # The cores are shared with other programs: the kernel places threads better than a fixed binding.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(settings.threads),
-        # Pause, reload and version label are endpoints of the development mode.
-        "VLLM_SERVER_DEV_MODE": "1",
+        # Pause, reload and version label: all endpoints of the development mode, or those of our plugin.
+        "VLLM_SERVER_DEV_MODE": str(int(settings.development_mode)),
+        # Plugins that nobody named are left out: that of ms-swift, for one, loads its whole library.
+        "VLLM_PLUGINS": ",".join(filter(None, (os.environ.get("VLLM_PLUGINS"), PLUGIN))),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        # Otherwise the first request compiles C++ for 17 s, and needs a compiler.
-        "TORCHDYNAMO_DISABLE": "1",
+        **_device_environment(settings),
     }
 
 

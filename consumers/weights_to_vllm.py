@@ -447,7 +447,7 @@ class ServerSync:
         ServerRefused, ServerUnreachable."""
         self._admin.reload_weights(str(folder.resolve()))
         # Before the probe: cached prefixes were computed with the old weights.
-        self._admin.reset_prefix_cache()
+        self._admin.reset_prefix_cache(is_mid_turn=self._settings.pause_mode == "keep")
         tokens = unpack_tokens(published.probe.tokens)
         expected = unpack_logprobs(published.probe.logprobs)
         gap = _gap(self._admin.prompt_logprobs(tokens), expected)

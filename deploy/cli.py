@@ -13,6 +13,7 @@ import typer
 
 from replayground.deploy import authoring
 from replayground.deploy.operate import (
+    asked,
     commands,
     experience,
     export,
@@ -292,6 +293,7 @@ app.command()(experience.rescore)
 app.command()(experience.retrain)
 app.command()(experience.sft)
 app.command()(experience.select)
+app.command()(asked.requests)
 app.command()(lineage.lineage)
 app.add_typer(scorers.scorer, name="scorer")
 app.add_typer(verdicts.verdicts, name="verdicts", no_args_is_help=True)
@@ -320,7 +322,6 @@ def serve(
 
     Example:  replayground serve rollouts --folder field/runs/latest --worker rollouts-2
     """
-    from replayground.deploy.local.guard import REASON_FILE
     from replayground.deploy.programs import PROGRAM_BY_NAME
     from replayground.deploy.resolve import load_file
 
@@ -331,7 +332,8 @@ def serve(
     from replayground.deploy.serve import end_process
     from replayground.deploy.serve import serve as serve_program
 
-    end_process(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program, folder / REASON_FILE))
+    # Resolved: `latest` is a link, and would be taken for the name of the run.
+    end_process(serve_program(PROGRAM_BY_NAME[program], resolved, worker or program, folder.resolve()))
 
 
 @app.command(hidden=True)

@@ -24,6 +24,7 @@ from replayground.schemas.errors import BadInput
 from replayground.schemas.run import JobSettings, LogSettings
 from replayground.streams.config import CutSettings, JudgeSettings, StreamsSettings
 from replayground.trainer.config import TrainerSettings
+from replayground.trainer.engines.swift_support import unsupported
 
 DEFAULT_CONFIG = Path(__file__).parent / "config" / "stockroom.toml"
 
@@ -85,6 +86,12 @@ class HarnessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "how often a program says on the log that it lives, and how it does"
     stall_seconds: float = 60.0
     "a program that has work waiting and takes none for this long has stalled: it logs an error and its /healthz fails"
+    step_seconds_max: float = 600.0
+    "a batch that waits for its step longer than this raises an alarm"
+    batch_seconds_max: float = 300.0
+    "enough groups for a batch that wait for it longer than this raise an alarm"
+    serving_behind_seconds_max: float = 120.0
+    "a server that is more than job.staleness_max versions behind for longer than this raises an alarm"
     retention_look_seconds: float = 60.0
     "how often a program looks whether the broker is about to forget what a group of the run has not read"
 
@@ -250,11 +257,8 @@ def _problems_of_versions_kept(config: Config) -> Iterator[Problem]:
 
 
 def _problems_of_training(config: Config) -> Iterator[Problem]:
-    if config.trainer.engine != "torch":
-        sentence = (
-            f"trainer.engine {config.trainer.engine} is not part of this release: leave it out, or set it to torch"
-        )
-        yield Problem("trainer.engine", sentence)
+    if config.trainer.engine == "swift" and (reason := unsupported(config.trainer)):
+        yield Problem("trainer.engine", f"trainer.engine swift: {reason}, or set it to torch")
     sampling = config.feeder.sampling
     # Agents may sample otherwise on their own: the trainer leaves out what it cannot learn from, and says so.
     if config.job.evaluates_only:

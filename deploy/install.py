@@ -4,14 +4,15 @@ It runs on any Python from 3.9 on with only the standard library, because nothin
 again only when its sources have changed: a stamp inside the part holds a digest of them. When all stamps match, nothing
 is started and no network is needed.
 
-`python3 deploy/install.py lock` resolves the dependencies again and writes requirements.lock and
-sandboxes/libraries.lock.
+`python3 deploy/install.py lock` resolves the dependencies again and writes requirements.lock,
+sandboxes/libraries.lock and trainer/swift.lock.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -29,6 +30,8 @@ ENVIRONMENT = ROOT / ".venv"
 LOCK = ROOT / "requirements.lock"
 LIBRARIES = TOOLS / "sandbox-libraries"  # sandboxes/libraries.py says the same
 LIBRARIES_LOCK = ROOT / "sandboxes/libraries.lock"
+SWIFT = TOOLS / "swift-libraries"  # trainer/engines/swift_support.py says the same
+SWIFT_LOCK = ROOT / "trainer/swift.lock"
 OUTPUT = CACHE / "install.log"
 UV = TOOLS / "bin" / "uv"
 PYTHON = ENVIRONMENT / "bin" / "python"
@@ -102,6 +105,7 @@ def parts() -> tuple[Part, ...]:
         _tools_part(),
         Part("Python environment", ENVIRONMENT / ".installed", (LOCK, *project), _make_environment),
         Part("libraries of the tools", LIBRARIES / ".installed", (LIBRARIES_LOCK, SYSTEM_PYTHON), _make_libraries),
+        Part("ms-swift", SWIFT / ".installed", (LOCK, SWIFT_LOCK), _make_swift),
         Part("gVisor, where it can be had", TOOLS / ".gvisor", (), _offer_gvisor),
         Part("Kafka", CACHE / "kafka/.installed", (broker,), lambda: _fetch_jars("kafka", unpack=False)),
         Part(
@@ -136,13 +140,50 @@ def write_lock() -> None:
     resolve = [str(UV), "pip", "compile", "--quiet", "--upgrade", "--universal", "--python-version", "3.11"]
     wanted = str(LIBRARIES_LOCK.with_suffix(".in").relative_to(ROOT))
     _run([*resolve, "--generate-hashes", "--no-header", "--output-file", str(LIBRARIES_LOCK), wanted])
-    for lock in (LOCK, LIBRARIES_LOCK):
+    _write_swift_lock()
+    for lock in (LOCK, LIBRARIES_LOCK, SWIFT_LOCK):
         named = [line for line in lock.read_text().splitlines() if "://" in line or line.startswith("-")]
         # A lock that names a host must not be committed by mistake.
         if named:
             lock.unlink()
             raise Failed(f"the lock would name a host, so it was not kept: {named[0]}")
         print(f"{lock.name} holds {lock.read_text().count('==')} packages")
+
+
+def _write_swift_lock() -> None:
+    """Resolves trainer/swift.in so that it fits requirements.lock, and keeps what that does not have."""
+    wanted = SWIFT_LOCK.with_suffix(".in")
+    other = {re.split("[<>= ]", line)[0] for line in wanted.read_text().splitlines() if line and line[0] != "#"}
+    locked = _requirements(LOCK)
+    constraints = CACHE / "swift-constraints.txt"
+    # The first line of each, which may end with a marker: some packages have a version for each Python.
+    pins = [text.splitlines()[0].rstrip(" \\") for pin, text in locked.items() if pin.partition("==")[0] not in other]
+    constraints.write_text("\n".join(pins))
+    resolve = [
+        str(UV),
+        "pip",
+        "compile",
+        "--quiet",
+        "--python-version",
+        PYTHON_VERSION,
+        "--constraints",
+        str(constraints),
+    ]
+    _run([*resolve, "--generate-hashes", "--no-header", "--no-annotate", "--output-file", str(SWIFT_LOCK), str(wanted)])
+    kept = [text for pin, text in _requirements(SWIFT_LOCK).items() if pin not in locked]
+    SWIFT_LOCK.write_text("".join(kept))
+
+
+def _requirements(lock: Path) -> "dict[str, str]":
+    """The lines of each requirement of a lock, by its pin: name==version."""
+    found: dict[str, str] = {}
+    pin = ""
+    for line in lock.read_text().splitlines(keepends=True):
+        if line[0] not in " #":
+            pin = line.split()[0]
+            found[pin] = ""
+        found[pin] += line
+    return found
 
 
 def _tools_part() -> Part:
@@ -183,6 +224,17 @@ def _make_libraries() -> None:
     _run([*install, "--require-hashes", "--only-binary", ":all:", "--compile-bytecode", "-r", str(LIBRARIES_LOCK)])
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     unfinished.rename(LIBRARIES)
+
+
+def _make_swift() -> None:
+    """Installs ms-swift and what it needs besides the environment into .tools/swift-libraries, completely or not at all."""
+    unfinished = TOOLS / "swift-libraries.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    install = [str(UV), "pip", "install", "--python", str(PYTHON), "--target", str(unfinished), "--no-deps"]
+    # Without bytecode, which would take ten times as long as the rest: a process writes that of what it imports.
+    _run([*install, "--require-hashes", "-r", str(SWIFT_LOCK)])
+    shutil.rmtree(SWIFT, ignore_errors=True)
+    unfinished.rename(SWIFT)
 
 
 def _offer_gvisor() -> None:

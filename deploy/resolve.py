@@ -272,6 +272,8 @@ def _require_no_secret(config: Config, source: Path) -> None:
     references = {
         "log.security.password": security.password,
         "log.security.registry_password": security.registry_password,
+        # An address of a chat program is all that one needs to write there.
+        "traces.webhook": config.traces.webhook,
     }
     # Those of the run, which are written to the log in plain text, too.
     references |= {f"judge.endpoints.{name}.key": endpoint.key for name, endpoint in config.judge.endpoints.items()}

@@ -51,6 +51,7 @@ from replayground.schemas.events import RunEnded, RunKind
 from replayground.schemas.job import load_job
 from replayground.streams.log.connect import open_log
 from replayground.streams.log.kafka import KafkaLog
+from replayground.streams.rules.judges import questions_of
 from replayground.streams.rules.runs import RunState
 from replayground.streams.rules.scoring import scorers_by_name, versions_of
 
@@ -95,6 +96,7 @@ def start_run(
         config = config_for_log(asked)
         # Blobs before the event that names them.
         files = sources.store_files(open_blobs(field.run_of("operator")), msgspec.json.decode(config))
+        scorers = scorers_by_name(load_job(msgspec.json.decode(config)["job"]["module"]).scorers)
         event = started_event(
             run_id=folder.run_id,
             kind=kind,
@@ -106,7 +108,8 @@ def start_run(
             # Nothing before these positions belongs to the run, so its programs need not read the whole log.
             positions=end_positions(log),
             sources=[] if source is None else [source.run_id],
-            scorers=scorers_of(msgspec.json.decode(config)["job"]["module"]),
+            scorers=versions_of(scorers),
+            questions=questions_of(scorers),
         )
         create_run_folder(folder)
         with _hold_lock(folder) as lock:

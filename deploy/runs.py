@@ -13,6 +13,7 @@ from replayground.schemas.errors import BadInput, LogUnavailable, ReplaygroundEr
 from replayground.schemas.events import (
     EndReason,
     Event,
+    HumanQuestion,
     Meta,
     Position,
     RunEnded,
@@ -77,6 +78,7 @@ def started_event(
     sources: Sequence[str] = (),
     scorers: Mapping[str, str] | None = None,
     request: str = "",
+    questions: Sequence[HumanQuestion] = (),
 ) -> RunStarted:
     return RunStarted(
         meta=_meta(run_id),
@@ -91,6 +93,7 @@ def started_event(
         sources=list(sources),
         scorers=dict(scorers or {}),
         request=request,
+        questions=list(questions),
     )
 
 

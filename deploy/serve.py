@@ -3,7 +3,8 @@
 logs        structlog, one JSON object per line on stderr; bad input ends with one line of plain text
 stop        SIGTERM and SIGINT set an event; the program drains and returns; exit code 0
 heartbeat   WorkerSeen on topic control every few seconds, with the program's metrics, memory and processor time
-health      /healthz and /metrics (Prometheus) on a port of [harness] bind, which is loopback by default
+health      /healthz and /metrics (Prometheus) on a port of [harness] bind, which is loopback by default; a file in the
+            folder `targets` of the field tells Prometheus where (deploy/monitoring)
 stall       work waits and none is taken: an error in the log, /healthz answers 503, and programs with
             ends_when_stalled exit, so that the supervisor restarts them
 retention   the broker is about to remove messages that a group of the run has not read: an error in the log, and the
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,6 +36,8 @@ from prometheus_client.registry import Collector
 from replayground.consumers.config import TracesSettings
 from replayground.consumers.lag_watch import expiries_of
 from replayground.deploy.config import HarnessSettings
+from replayground.deploy.local.folder import write_whole
+from replayground.deploy.local.guard import REASON_FILE, target_file
 from replayground.deploy.local.supervisor import TAKEN_OVER
 from replayground.deploy.programs import Program
 from replayground.deploy.resolve import ResolvedConfig, connectable
@@ -60,11 +63,12 @@ _END_SECONDS = 10.0
 "how long a program that has ended waits for threads that a library left"
 
 
-def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: Path) -> int:
+def serve(program: Program, resolved: ResolvedConfig, worker: str, folder: Path) -> int:
     """Runs a program; blocks until it is told to stop. Returns the exit code: 0 drained, 1 crashed, 2 bad input, 3 its
     run was resumed elsewhere, so it must not be restarted.
 
-    Bad input is also written to reason_file: a restart would not help, so the monitor ends the stack.
+    `folder` is that of the run or the field. Bad input is also written there (REASON_FILE): a restart would not help, so
+    the monitor ends the stack.
     """
     run = resolved.run_of(worker, program.name)
     configure_logs(program.name, run.run_id)
@@ -76,7 +80,8 @@ def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: 
         run_function = program.load()
         logger.info("started", worker=worker)
         with (
-            harness.health_page(resolved.health_ports[program.name], is_first=worker == program.name),
+            harness.health_page(resolved.health_ports[program.name], is_first=worker == program.name) as address,
+            announced(target_file(folder, worker), run.run_id, address),
             harness.heartbeat() if resolved.has_log else nullcontext(),
         ):
             run_function(harness.run, settings_of(program, resolved), harness.program_metrics, harness.stop)
@@ -85,7 +90,7 @@ def serve(program: Program, resolved: ResolvedConfig, worker: str, reason_file: 
     except BadInput as error:
         # Plain text and last, so that RunningStack.last_line shows it to the user.
         print(printable(redacted(str(error))), file=sys.stderr, flush=True)
-        _write_reason(reason_file, redacted(str(error)))
+        _write_reason(folder / REASON_FILE, redacted(str(error)))
         return 2
     except TakenOver as error:
         logger.info("taken_over", reason=str(error))
@@ -122,8 +127,17 @@ def settings_of(program: Program, resolved: ResolvedConfig) -> Any:
             settings,
             dsn=_with_password(settings.dsn, "[traces] dsn"),
             sql_dsn=_with_password(settings.sql_dsn, "[traces] sql_dsn"),
+            webhook=_webhook(settings.webhook),
         )
     return settings
+
+
+def _webhook(reference: str) -> str:
+    """The address behind a reference. Raises BadInput."""
+    address = read_secret(reference, "traces", "[traces] webhook") if reference else ""
+    if address and not address.startswith(("http://", "https://")):
+        raise BadInput("what [traces] webhook refers to must be an address that begins with http:// or https://")
+    return address
 
 
 def _with_password(dsn: str, field: str) -> str:
@@ -142,6 +156,22 @@ def _write_reason(reason_file: Path, reason: str) -> None:
     except OSError as error:
         # A read-only folder or a full disk: the line in the log remains.
         logger.warning("reason_file_not_written", file=str(reason_file), reason=str(error))
+
+
+@contextmanager
+def announced(file: Path, run_id: str, address: str) -> Iterator[None]:
+    """Keeps a file for the file_sd_configs of Prometheus while the block runs."""
+    try:
+        file.parent.mkdir(exist_ok=True)
+        write_whole(file, msgspec.json.encode([{"targets": [address], "labels": {"run": run_id}}]))
+    except OSError as error:
+        # A read-only folder or a full disk: no reason not to work.
+        logger.warning("target_not_written", file=str(file), reason=str(error))
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
 
 
 def configure_logs(program: str, run_id: str) -> None:
@@ -277,8 +307,9 @@ class Harness:
             thread.join(_HEARTBEAT_FLUSH_SECONDS)
 
     @contextmanager
-    def health_page(self, port: int, is_first: bool = True) -> Iterator[None]:
-        """Serves /healthz and /metrics while the block runs. Raises OSError when the first worker's port is taken."""
+    def health_page(self, port: int, is_first: bool = True) -> Iterator[str]:
+        """Serves /healthz and /metrics while the block runs; yields host and port. Raises OSError when the first worker's
+        port is taken."""
         bind = self._settings.bind
         try:
             server = _HealthServer((bind, port), self)
@@ -287,11 +318,12 @@ class Harness:
             if is_first or error.errno != errno.EADDRINUSE:
                 raise
             server = _HealthServer((bind, 0), self)
-        logger.info("health", address=f"http://{connectable(bind)}:{server.server_port}/healthz")
+        address = f"{connectable(bind)}:{server.server_port}"
+        logger.info("health", address=f"http://{address}/healthz")
         thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
         thread.start()
         try:
-            yield
+            yield address
         finally:
             server.shutdown()
             server.server_close()

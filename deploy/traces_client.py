@@ -73,6 +73,7 @@ class RunEntry(Struct, frozen=True, kw_only=True):
     run_id: str
     job: str
     "module of the job"
+    kind: str = "practise"
     seed: int
     state: str
     "running, finished, stopped, failed, taken_over or lost"

@@ -23,8 +23,8 @@ class InfraErrorShares:
         self._alarmed: set[int] = set()
 
     def note(self, version: int, is_infra_error: bool) -> str | None:
-        """Counts one rollout in which the agent had at least one turn. A sentence, once for each version, when more
-        rollouts of it end by infra_error than of those before it."""
+        """Counts one rollout of this version. A sentence, once for each version, when more rollouts of it end by infra_error
+        than of those before it."""
         self._played[version] = self._played.get(version, 0) + 1
         self._failed[version] = self._failed.get(version, 0) + is_infra_error
         alarm = self._alarm(version)

@@ -187,6 +187,7 @@ class _Worker:
         "how to cancel each running rollout, and the envelope of its request"
         self._toolsets: dict[tuple[str, ...], tuple[dict[str, Tool], str]] = {}
         self._infra_errors = InfraErrorShares()
+        self._version_sampled_last: int | None = None
 
     async def work(self, backend: Backend) -> None:
         """Plays until `stop` is set or a part fails; then drains, commits and returns, or raises the first failure."""
@@ -319,6 +320,7 @@ class _Worker:
         def emit(event: Event) -> None:
             if isinstance(event, TurnGenerated) and event.meta.policy_version is not None:
                 versions.append(event.meta.policy_version)
+                self._version_sampled_last = event.meta.policy_version
             self._append(event)
 
         # The lease outlasts the deadline a little: the deadline ends the rollout, the lease is the backstop.
@@ -337,10 +339,14 @@ class _Worker:
                 agent_catalog=self._agent_catalog,
                 models=self._models,
             )
-        if versions:
-            self._note_end(versions[-1], ended)
+        self._note_end(versions[-1] if versions else None, ended)
 
-    def _note_end(self, version: int, ended: RolloutEnded) -> None:
+    def _note_end(self, version: int | None, ended: RolloutEnded) -> None:
+        # A first turn that did not come was sampled by nobody, or without end by the newest version.
+        if version is None and ended.ended_by == "infra_error" and ended.meta.purpose != "demonstrate":
+            version = self._version_sampled_last
+        if version is None:
+            return
         alarm = self._infra_errors.note(version, ended.ended_by == "infra_error")
         self._program_metrics.gauge("infra_error_share", self._infra_errors.newest)
         self._program_metrics.gauge("infra_errors_rising", self._infra_errors.is_rising)

@@ -2,6 +2,7 @@
 
 from replayground.schemas.events import (
     AgentMessaged,
+    AlertChanged,
     AttemptEnded,
     BatchCut,
     ControlIssued,
@@ -10,6 +11,11 @@ from replayground.schemas.events import (
     GroupCompleted,
     JudgementMade,
     Meta,
+    OperatorActed,
+    QuerySaved,
+    RedriveRequested,
+    ReplayRequested,
+    RequestReported,
     RewardAssigned,
     RolloutEnded,
     RolloutRequested,
@@ -34,6 +40,7 @@ from replayground.schemas.events import (
 # Named here, so that a star import and type checkers take these as the public names of this module.
 __all__ = [
     "AgentMessaged",
+    "AlertChanged",
     "AttemptEnded",
     "BatchCut",
     "ControlIssued",
@@ -42,6 +49,11 @@ __all__ = [
     "GroupCompleted",
     "JudgementMade",
     "Meta",
+    "OperatorActed",
+    "QuerySaved",
+    "RedriveRequested",
+    "ReplayRequested",
+    "RequestReported",
     "RewardAssigned",
     "RolloutEnded",
     "RolloutRequested",

@@ -18,6 +18,9 @@ system calls that a newer kernel adds. Refused on purpose, and why:
 * timer_create: the kernel would send SIGCONT for it, and wake a process that was stopped so that another agent, or the
   host, can work undisturbed. Answered by ENOSYS, on which `timeout` and others use an older call.
 * madvise(MADV_MERGEABLE): the time of a write to a merged page tells whether another sandbox has the same page.
+* setrlimit and prlimit64 of RLIMIT_CORE, which the launcher has set to 1: for any other value the kernel would run the
+  program of the host that collects core dumps, as root and with the memory of the agent as input.
+* prctl(PR_SCHED_CORE): a cookie of its own keeps the second thread of a core idle, a CPU that no limit counts.
 * TIOCSTI and TIOCLINUX: typing into someone else's terminal.
 
 Not covered: kernel bugs that an allowed call can reach. Use gVisor or a virtual machine against those.
@@ -53,7 +56,11 @@ JUDGED = {
     "preadv2": (327, 286),
     "pwritev2": (328, 287),
     "madvise": (28, 233),
+    "prctl": (157, 167),
+    "setrlimit": (160, 164),
 }
+PR_SCHED_CORE = 62
+RLIMIT_CORE = 4
 TIMER_CREATE = (222, 107)
 MADV_MERGEABLE = 12
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_SETLK, F_SETLKW, F_DUPFD_CLOEXEC, F_GETPIPE_SZ
@@ -77,7 +84,7 @@ setreuid:113:145 setregid:114:143 getgroups:115:158 setresuid:117:147 getresuid:
 getresgid:120:150 getpgid:121:155 getsid:124:156 rt_sigpending:127:136 rt_sigtimedwait:128:137 rt_sigqueueinfo:129:138
 rt_sigsuspend:130:133 sigaltstack:131:132 utime:132:- mknod:133:- statfs:137:43 fstatfs:138:44 getpriority:140:141
 sched_getparam:143:121 sched_getscheduler:145:120 sched_get_priority_max:146:125 sched_get_priority_min:147:126
-sched_rr_get_interval:148:127 mlock:149:228 munlock:150:229 prctl:157:167 arch_prctl:158:- setrlimit:160:164
+sched_rr_get_interval:148:127 mlock:149:228 munlock:150:229 arch_prctl:158:-
 gettid:186:178 getxattr:191:8 lgetxattr:192:9 fgetxattr:193:10 listxattr:194:11 llistxattr:195:12
 flistxattr:196:13 tkill:200:130 time:201:- futex:202:98 sched_getaffinity:204:123 epoll_create:213:- getdents64:217:61
 set_tid_address:218:96 restart_syscall:219:128 timer_settime:223:110
@@ -100,6 +107,7 @@ landlock_create_ruleset:444:444 landlock_restrict_self:446:446
 FOR_TOOL_SERVERS = """
 mincore:27:232 fcntl:72:25 flock:73:32 readahead:187:213 fadvise64:221:223 inotify_init:253:- inotify_add_watch:254:27
 inotify_rm_watch:255:28 inotify_init1:294:26 preadv2:327:286 pwritev2:328:287 timer_create:222:107 madvise:28:233
+prctl:157:167 setrlimit:160:164
 """
 
 LOAD_WORD, JUMP_EQUAL, JUMP_GREATER_EQUAL, JUMP_ANY_BIT, RETURN = (0x20, 0x15, 0x35, 0x45, 0x06)
@@ -123,7 +131,7 @@ def filter_program(machine: str | None = None, *, runs_agents_code: bool = True)
         (LOAD_WORD, 0, 0, OFFSET_NUMBER),
         # Before the judged ones, some of which are among them.
         *(step for number in numbers_in(FOR_TOOL_SERVERS, name) for step in allow(number) if not runs_agents_code),
-        *judged_calls(column=list(AUDIT_ARCHITECTURES).index(name)),
+        *judged_calls(list(AUDIT_ARCHITECTURES).index(name), runs_agents_code),
         *answer(TIMER_CREATE[list(AUDIT_ARCHITECTURES).index(name)], RETURN_ERRNO | errno.ENOSYS),
         *(step for number in allowed_numbers(name) for step in allow(number)),
         # What is left is refused. Numbers of the x32 ABI have bit 30 set, so they are refused here too.
@@ -154,7 +162,7 @@ def answer(number: int, verdict: int) -> list[Instruction]:
     return [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, verdict)]
 
 
-def judged_calls(column: int) -> list[Instruction]:
+def judged_calls(column: int, runs_agents_code: bool) -> list[Instruction]:
     """The calls that are allowed or refused by one of their arguments."""
     # Only the low 32 bits of an argument are compared: the kernel reads no more of these.
     number = {name: numbers[column] for name, numbers in JUDGED.items()}
@@ -164,7 +172,11 @@ def judged_calls(column: int) -> list[Instruction]:
         *judge(number["socket"], 0, refuse_unless_equal(ADDRESS_FAMILY_UNIX)),
         *judge(number["socketpair"], 0, refuse_unless_equal(ADDRESS_FAMILY_UNIX)),
         # Pid 0 is the calling process.
-        *judge(number["prlimit64"], 0, refuse_unless_equal(0)),
+        *judge(
+            number["prlimit64"], 0, [*refuse_unless_equal(0), *(refuse_new_core_limit() if runs_agents_code else [])]
+        ),
+        *judge(number["setrlimit"], 0, refuse_equal(RLIMIT_CORE)),
+        *judge(number["prctl"], 0, refuse_equal(PR_SCHED_CORE)),
         *judge(number["fcntl"], 1, refuse_unless_in(FCNTLS_ALLOWED)),
         # RWF_NOWAIT tells which pages of a file are in memory.
         *judge(number["preadv2"], 5, refuse_unless_equal(0)),
@@ -178,6 +190,20 @@ def judge(number: int, argument: int, refusals: list[Instruction]) -> list[Instr
     block = [(LOAD_WORD, 0, 0, OFFSET_ARGUMENTS + 8 * argument), *refusals, (RETURN, 0, 0, RETURN_ALLOW)]
     # Skipping the block leaves the call number in the accumulator for the comparisons that follow.
     return [(JUMP_EQUAL, 0, len(block), number), *block]
+
+
+def refuse_new_core_limit() -> list[Instruction]:
+    """prlimit64 with this resource and a pointer to a new limit; without one it only asks."""
+    resource, new_limit = OFFSET_ARGUMENTS + 8, OFFSET_ARGUMENTS + 16
+    return [
+        (LOAD_WORD, 0, 0, resource),
+        (JUMP_EQUAL, 0, 5, RLIMIT_CORE),
+        (LOAD_WORD, 0, 0, new_limit),
+        (JUMP_EQUAL, 0, 2, 0),
+        (LOAD_WORD, 0, 0, new_limit + 4),
+        (JUMP_EQUAL, 1, 0, 0),
+        (RETURN, 0, 0, RETURN_ERRNO | errno.EPERM),
+    ]
 
 
 def refuse_any_bit(mask: int) -> list[Instruction]:

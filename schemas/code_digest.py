@@ -21,7 +21,7 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -286,6 +286,8 @@ class _UsedCode:
             return self._value({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
         if isinstance(value, ModuleType):
             return value.__name__
+        if isinstance(value, PurePath):
+            return self._value(str(value))
         reduced = copyreg.dispatch_table.get(type(value))
         try:
             parts = value.__reduce_ex__(2) if reduced is None else reduced(value)
@@ -305,8 +307,19 @@ class _UsedCode:
         if module_globals is self._root:
             return True
         names = (self._root.get("__name__", ""), module_globals.get("__name__", ""))
-        file = _file_of(module_globals)
-        return not any(name.partition(".")[0] == _OURS for name in names) and Path(file).parent == self._folder
+        if any(name.partition(".")[0] == _OURS for name in names):
+            return False
+        file = Path(_file_of(module_globals))
+        # Or a copy of one there: a replay keeps the files of a scorer in a folder of its own.
+        return file.parent == self._folder or _are_equal(file, self._folder / file.name)
+
+
+def _are_equal(one: Path, other: Path) -> bool:
+    if not other.is_file():
+        return False
+    linecache.checkcache(str(one))
+    linecache.checkcache(str(other))
+    return linecache.getlines(str(one)) == linecache.getlines(str(other))
 
 
 def _is_plain(value: object) -> bool:

@@ -25,9 +25,15 @@ RunKind = Literal["practise", "replay", "retrain", "sft", "eval"]
 JudgedBy = Literal["model", "human"]
 FindingKind = Literal["tables", "file", "command"]
 EndReason = Literal["finished", "stopped", "failed", "taken_over"]
+QueryUse = Literal["question", "queue", "alert", "removed"]
+Bound = Literal["above", "below"]
+AlertState = Literal["raised", "cleared"]
+RequestState = Literal["started", "finished", "failed"]
 Command = Literal["pause", "resume", "drain", "hold", "release", "cancel"]
 RetiredCommand = Literal["promote", "roll_back"]
 "no program issues or follows these; they can still be decoded, since older logs may hold them"
+
+Alarm = Literal["no_step", "no_batch", "serving_behind"]
 
 # Programs loop up to these numbers. Without bounds, one message with an absurd number would stop all of them.
 GroupSize = Annotated[int, Within(ge=1, le=4096)]
@@ -569,6 +575,20 @@ class RunFile(Value, frozen=True, kw_only=True):
     size_bytes: int
 
 
+class HumanQuestion(Value, frozen=True, kw_only=True):
+    """What a scorer of a run asks people about an attempt."""
+
+    scorer: str
+    scorer_version: str
+    question: str
+    scale_low: float
+    scale_high: float
+    annotators_min: int
+    "how many different people must have judged an attempt before it has a score"
+    pass_mark: float | None
+    "score from which on an attempt has passed; null = it does not decide that"
+
+
 # Acknowledged by the log before any program of the run starts (decision 0020).
 class RunStarted(Event, frozen=True, kw_only=True):
     """A run began. Everything needed to go on with it elsewhere stands here; nothing of it is secret."""
@@ -592,6 +612,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
     "versions of the scorers that judge this run, by name: a run never changes them; empty in older events"
     request: str = ""
     "JSON of what a replay, a retraining, an SFT or an evaluation was asked to do; empty for practice"
+    questions: list[HumanQuestion] = []
+    "what its scorers ask people, so that a page can ask without the code of the job; empty in older events"
 
 
 class RunResumed(Event, frozen=True, kw_only=True):
@@ -711,6 +733,96 @@ class VerdictGiven(Event, frozen=True, kw_only=True):
     comment: str
 
 
+class AlarmRaised(Event, frozen=True, kw_only=True):
+    """The loop of a run does not go on as it should, or does so again."""
+
+    number: ClassVar[int] = 26
+    alarm: Alarm
+    is_over: bool
+    "true: what was wrong is over"
+    detail: str
+    "one sentence"
+
+
+class QuerySaved(Event, frozen=True, kw_only=True):
+    """Somebody kept a SELECT under a name, changed it or removed it. The newest event of a name counts."""
+
+    number: ClassVar[int] = 27
+    name: str
+    use: QueryUse
+    "question = to be asked again; queue = its trajectories wait for people; alert = its number is watched"
+    sql: str
+    bound: Bound = "above"
+    "of an alert: raised when the number is above the threshold, or below it"
+    threshold: float = 0.0
+    every_seconds: float = 60.0
+    "how often an alert asks, at most"
+    saved_by: str
+
+
+# The log line and the body of the webhook have the same fields (decision 0033).
+class AlertChanged(Event, frozen=True, kw_only=True):
+    """The number of an alert has passed its threshold, or has come back."""
+
+    number: ClassVar[int] = 28
+    name: str
+    state: AlertState
+    value: float | None
+    "what its query gave; null when the alert was removed or changed while it was raised"
+    bound: Bound
+    threshold: float
+    query: str
+    "id of the QuerySaved"
+
+
+class ReplayRequested(Event, frozen=True, kw_only=True):
+    """Somebody asked for a replay, which `replayground requests` carries out."""
+
+    number: ClassVar[int] = 29
+    sources: list[str]
+    scorers: list[str]
+    "names of scorers of the job or built-in ones; empty = those that the tasks name"
+    failed_only: bool
+    is_dry_run: bool
+    "judge and compare, write no run"
+    requested_by: str
+
+
+class RedriveRequested(Event, frozen=True, kw_only=True):
+    """Somebody asked for rejected messages to be written again, which `replayground requests` does."""
+
+    number: ClassVar[int] = 30
+    rejects: list[str]
+    "ids of EventRejected"
+    requested_by: str
+
+
+class RequestReported(Event, frozen=True, kw_only=True):
+    """How far a ReplayRequested or a RedriveRequested is."""
+
+    number: ClassVar[int] = 31
+    request: str
+    "id of what was asked for"
+    state: RequestState
+    run: str
+    "the replay; empty for a dry run or a redrive, and until it has started"
+    detail: str
+    "one sentence"
+    figures: dict[str, float]
+    "of the comparison: attempts, agreed, to_passed, to_failed, changed, reward_before …"
+
+
+class OperatorActed(Event, frozen=True, kw_only=True):
+    """Somebody did what no other event tells: wrote rejected messages again, repaired the store, swept blobs …"""
+
+    number: ClassVar[int] = 32
+    action: str
+    "the command: dead-letters redrive, reconcile --repair, blobs sweep, submit, tokens add …"
+    detail: str
+    "one sentence: what it came to"
+    person: str
+
+
 class EventRejected(Event, frozen=True, kw_only=True):
     """A message that a stage could not take, whole and with its address."""
 
@@ -749,5 +861,12 @@ EVENTS: tuple[type[Event], ...] = (
     TrajectoriesSelected,
     JudgementMade,
     VerdictGiven,
+    AlarmRaised,
+    QuerySaved,
+    AlertChanged,
+    ReplayRequested,
+    RedriveRequested,
+    RequestReported,
+    OperatorActed,
     EventRejected,
 )

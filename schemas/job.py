@@ -157,9 +157,16 @@ def _from_name(name: str) -> ModuleType:
         raise BadInput(f"job module {name} fails when loaded: {type(error).__name__}: {error}") from error
 
 
+_LOADED_FROM_FILES: set[str] = set()
+"names of modules that stand in sys.modules since a file was loaded"
+
+
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise BadInput(f"job module {path} does not exist: set [job] module to a .py file beside the TOML file")
+    if _is_name_taken(path):
+        raise BadInput(f"job module {path} has the name of another module, {path.stem}: rename the file")
+    _LOADED_FROM_FILES.add(path.stem)
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None
     assert specification.loader is not None
@@ -171,3 +178,11 @@ def _from_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:  # as in _from_name
         raise BadInput(f"job module {path} fails when loaded: {type(error).__name__}: {error}") from error
     return module
+
+
+def _is_name_taken(path: Path) -> bool:
+    """Whether a module of this name is there already, or may be imported later: the file would take its place for
+    everything in this process."""
+    loaded = sys.modules.get(path.stem)
+    is_itself = path.stem in _LOADED_FROM_FILES or getattr(loaded, "__file__", None) == str(path.absolute())
+    return path.stem in sys.stdlib_module_names or (loaded is not None and not is_itself)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from replayground.schemas.events import (
     AgentMessaged,
+    AlarmRaised,
+    AlertChanged,
     AttemptEnded,
     BatchCut,
     ControlIssued,
@@ -17,6 +19,11 @@ from replayground.schemas.events import (
     EventRejected,
     GroupCompleted,
     JudgementMade,
+    OperatorActed,
+    QuerySaved,
+    RedriveRequested,
+    ReplayRequested,
+    RequestReported,
     RewardAssigned,
     RolloutEnded,
     RolloutRequested,
@@ -190,13 +197,21 @@ ACCESS: tuple[Access, ...] = (
         # Without the group too: to compare the trace store with the log.
         reads=_EVERY_TOPIC,
         consumes=dict.fromkeys(_EVERY_TOPIC, "traces"),
-        writes=(EventRejected,),
+        # What people decide on the page, in their name (decision 0033), and what became of their alerts.
+        writes=(
+            *(EventRejected, VerdictGiven, QuerySaved, AlertChanged, ReplayRequested, RedriveRequested),
+            OperatorActed,
+        ),
         of_field=True,
     ),
     Access(
         OPERATOR,
         reads=_EVERY_TOPIC,
-        writes=(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued, VerdictGiven),
+        # AlarmRaised: the monitor of a run
+        writes=(
+            *(RunStarted, RunResumed, RunEnded, TaskSubmitted, TrajectoriesSelected, ControlIssued, VerdictGiven),
+            *(RequestReported, OperatorActed, AlarmRaised),
+        ),
         of_field=True,
         makes_topics=True,
         # Redriving a dead letter writes it to its original topic, whichever that is.

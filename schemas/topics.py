@@ -125,6 +125,16 @@ TOPICS: tuple[Topic, ...] = (
     Topic("groups", (events.GroupCompleted,), _field("group_id"), rejected_by="cut"),
     # One partition: people look selections up by name, and the newest of a name counts.
     Topic("selections", (events.TrajectoriesSelected,), _field("run_id"), partitions=1),
+    # What people did to the field, and what watches it. One partition: the newest event of a name or a request counts.
+    Topic(
+        "operations",
+        (
+            *(events.QuerySaved, events.AlertChanged, events.ReplayRequested, events.RedriveRequested),
+            *(events.RequestReported, events.OperatorActed),
+        ),
+        _field("run_id"),
+        partitions=1,
+    ),
     # One partition from here on: its order is the order of training.
     Topic("batches", (events.BatchCut,), _field("run_id"), partitions=1),
     Topic("steps", (events.StepTaken,), _field("run_id"), partitions=1),
@@ -134,7 +144,7 @@ TOPICS: tuple[Topic, ...] = (
     # The one topic that forgets by age: every program writes heartbeats here all the time.
     Topic(
         "control",
-        (events.ControlIssued, events.WorkerSeen),
+        (events.ControlIssued, events.AlarmRaised, events.WorkerSeen),
         _control_key,
         partitions=1,
         retention_milliseconds=30 * _DAY_MILLISECONDS,

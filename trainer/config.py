@@ -167,11 +167,20 @@ class LoraSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         _require(self.rank == 0 or bool(self.targets), "targets must name a layer")
 
 
+class SwiftSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine swift: ms-swift 4.6 in a process of its own. TOML section [trainer.swift]."""
+
+    libraries: str = ""
+    "folder with ms-swift and what it needs besides the packages of this project; empty = where `make setup` puts them"
+    options: dict[str, str | int | float | bool] = {}
+    "further options of `swift rlhf`, such as deepspeed, by name; they win over those that are made from [trainer]"
+
+
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The trainer program. TOML section [trainer]."""
 
     engine: EngineName = "torch"
-    "what computes the steps: torch, or swift (ms-swift), which this release does not have yet"
+    "what computes the steps: torch, or swift (ms-swift)"
     model: ModelSettings = field(default_factory=ModelSettings)
     "where the first weights come from"
     sft: SftSettings = field(default_factory=SftSettings)
@@ -180,6 +189,8 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "the learning rule"
     lora: LoraSettings = field(default_factory=LoraSettings)
     "adapters instead of full weights"
+    swift: SwiftSettings = field(default_factory=SwiftSettings)
+    "the second engine"
     gradient_checkpointing: bool = False
     "layers of a Llama are computed again for the gradient instead of being kept: less memory, about a third more time"
     threads: int = 1

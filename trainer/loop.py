@@ -29,6 +29,7 @@ from replayground.schemas.blobs import Blobs, open_blobs
 from replayground.schemas.errors import BadInput, BlobDamaged, Fenced, LogBroken, LogUnavailable, ReplaygroundError
 from replayground.schemas.events import (
     BatchCut,
+    Event,
     Position,
     Probe,
     StepKind,
@@ -90,12 +91,10 @@ def run(
     import torch
 
     from replayground.streams.log.connect import open_log
-    from replayground.trainer.engines.torch_engine import TorchEngine
 
     torch.set_num_threads(settings.threads)
-    log = open_log(run)
+    log, engine = open_log(run), new_engine(settings, run.seed)
     try:
-        engine = TorchEngine(settings, run.seed)
         train(
             *(run, settings, log, open_blobs(run), engine, program_metrics, stop),
             pauses_when_refused=pauses_when_refused,
@@ -104,7 +103,20 @@ def run(
     except Fenced as error:
         raise fencing_error(log, run, error) from error
     finally:
+        engine.close()
         log.close()
+
+
+def new_engine(settings: TrainerSettings, seed: int) -> Engine:
+    """The engine that the settings name. Nothing is loaded yet."""
+    if settings.engine == "swift":
+        from replayground.trainer.engines.apart import ApartEngine
+        from replayground.trainer.engines.swift_support import swift_libraries
+
+        return ApartEngine(settings, seed, swift_libraries(settings))
+    from replayground.trainer.engines.torch_engine import TorchEngine
+
+    return TorchEngine(settings, seed)
 
 
 def run_sft(
@@ -118,16 +130,15 @@ def run_sft(
     import torch
 
     from replayground.streams.log.connect import open_log
-    from replayground.trainer.engines.torch_engine import TorchEngine
 
     torch.set_num_threads(settings.threads)
-    log = open_log(run)
+    log, engine = open_log(run), new_engine(settings, run.seed)
     try:
-        engine = TorchEngine(settings, run.seed)
         return train_sft(run, settings, log, open_blobs(run), engine, trajectories, program_metrics, stop)
     except Fenced as error:
         raise fencing_error(log, run, error) from error
     finally:
+        engine.close()
         log.close()
 
 
@@ -471,7 +482,7 @@ class _TrainingLoop:
         events = self.log.read_at([member.trajectory for member in batch.members])
         self.program_metrics.count("events_read", len(events))
         trains = self.run.job.trains
-        trajectories = [counting_only(event, trains) for event in events if isinstance(event, TrajectoryAssembled)]
+        trajectories = [counting_only(event, trains) for event in _named_by(batch, events)]
         read_seconds = time.monotonic() - began
         report = self.engine.grpo(
             GrpoBatch(
@@ -624,6 +635,19 @@ class _TrainingLoop:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             raise _Stopped
+
+
+def _named_by(batch: BatchCut, events: Sequence[Event]) -> Iterator[TrajectoryAssembled]:
+    """The trajectories at the addresses of a batch. Raises LogBroken when another one stands there, as on a topic that
+    was made anew: its tokens would be trained on with the reward of the one that is named."""
+    for member, event in zip(batch.members, events, strict=True):
+        if not isinstance(event, TrajectoryAssembled) or (event.meta.trajectory_id or "") != member.trajectory_id:
+            found = f"trajectory {event.meta.trajectory_id}" if isinstance(event, TrajectoryAssembled) else "none"
+            raise LogBroken(
+                f"batch {batch.index} names trajectory {member.trajectory_id} at {member.trajectory}, and {found} stands "
+                "there: topic trajectories was replaced; restore it, or start another run"
+            )
+        yield event
 
 
 def learning_rate_share(index: int, job_steps: int, settings: GrpoSettings) -> float:

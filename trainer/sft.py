@@ -27,7 +27,7 @@ from replayground.trainer.muon import Muon
 # Distinct tokens of one micro-batch; bounds memory.
 _TOKENS_MAX = 4096
 _PROGRESS_STEPS = 10
-_BETAS = (0.9, 0.95)
+SFT_BETAS = (0.9, 0.95)
 _COPIED_MIN = 3
 "copied tokens that a turn needs to be checked"
 _CHECKED_TOGETHER = 64
@@ -100,14 +100,14 @@ class _FineTuning:
         self._muon = Muon([model.parameters[name] for name in sorted(hidden)], settings.muon_momentum)
         rest = [tensor for name, tensor in sorted(model.parameters.items()) if name not in hidden]
         rate = settings.adamw_learning_rate
-        self._adamw = torch.optim.AdamW(rest, lr=rate, betas=_BETAS, weight_decay=0.0, fused=True)
+        self._adamw = torch.optim.AdamW(rest, lr=rate, betas=SFT_BETAS, weight_decay=0.0, fused=True)
         self._losses: list[float] = []
         self._tokens = 0
 
     def go(self, steps: int, seed: int) -> None:
         """So many steps, with learning rates that rise and fall once. Raises LossNotFinite."""
         settings = replace(self._settings, steps=steps)
-        for step, chosen in enumerate(_draws(len(self._episodes), settings, seed)):
+        for step, chosen in enumerate(draws(len(self._episodes), settings, seed)):
             batch = training_batch([self._episodes[index] for index in chosen], _TOKENS_MAX)
             self._losses.append(_gradients(self._model, batch))
             self._apply(step, settings)
@@ -197,7 +197,7 @@ def _require_finite(step: int, loss: float, gradient_norm: float) -> None:
         )
 
 
-def _draws(count: int, settings: SftSettings, seed: int) -> Iterator[list[int]]:
+def draws(count: int, settings: SftSettings, seed: int) -> Iterator[list[int]]:
     """Indices of the episodes of each step: shuffled epochs, one after another."""
     generator = torch.Generator().manual_seed(seed)
     queue: list[int] = []

@@ -320,10 +320,11 @@ WHERE run_id IN {runs:Array(String)} AND type = 'RewardAssigned' AND trajectory_
 ORDER BY partition, offset LIMIT 1 BY id
 """
 
+# The first attempt that did not end by infra_error counts, and one that was given up is not learned from (trainer.sft).
 DEMONSTRATIONS = """
 SELECT min(partition) AS place, min(offset) AS first FROM events
 WHERE run_id = {run:String} AND type = 'TrajectoryAssembled' AND purpose = 'demonstrate' AND ended_by != 'infra_error'
-GROUP BY trajectory_id ORDER BY trajectory_id
+GROUP BY trajectory_id HAVING argMin(ended_by, offset) != 'cancelled' ORDER BY trajectory_id
 """
 
 BATCHES_WITH = """

@@ -39,9 +39,10 @@ class QueryCache:
         self._turn = threading.Lock()
 
     def ask(self, question: CachedQuery, parameters: Mapping[str, Any]) -> QueryResult:
-        """The result, kept or new. Parameters must be hashable. Blocks while a query runs. Raises StoreFailed."""
+        """The result, kept or new. Parameters are hashable, or lists of what is. Blocks while a query runs. Raises
+        StoreFailed."""
         run_id: str | None = parameters.get("run")
-        still = sorted((name, value) for name, value in parameters.items() if name not in question.moving)
+        still = sorted((name, _hashable(value)) for name, value in parameters.items() if name not in question.moving)
         key = (question.sql, *still)
         # Held during the query: threads that ask the same at once wait for one query instead of each sending its own.
         with self._turn:
@@ -60,3 +61,7 @@ class QueryCache:
             if len(self._kept) > _KEPT_MAX:
                 self._kept.popitem(last=False)
             return answer
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -15,6 +15,8 @@ import msgspec
 from replayground.schemas.events import (
     Address,
     AgentMessaged,
+    AlarmRaised,
+    AlertChanged,
     AttemptEnded,
     BatchCut,
     BatchMember,
@@ -24,6 +26,11 @@ from replayground.schemas.events import (
     GroupCompleted,
     GroupMember,
     JudgementMade,
+    OperatorActed,
+    QuerySaved,
+    RedriveRequested,
+    ReplayRequested,
+    RequestReported,
     RewardAssigned,
     RolloutEnded,
     RolloutRequested,
@@ -228,6 +235,7 @@ def _rollout_ended(event: RolloutEnded) -> Row:
 
 def _trajectory_assembled(event: TrajectoryAssembled) -> Row:
     return _task(event.task) | {
+        "asked_scorers": event.task.scorers,
         "index": event.index,
         "seed": event.seed,
         "transcript": _json(event.transcript),
@@ -330,6 +338,46 @@ def _trajectories_selected(event: TrajectoriesSelected) -> Row:
     }
 
 
+def _query_saved(event: QuerySaved) -> Row:
+    return {
+        "name": event.name,
+        "kind": event.use,
+        "where_sql": event.sql,
+        "bound": event.bound,
+        "threshold": event.threshold,
+        "every_seconds": event.every_seconds,
+        "requested_by": event.saved_by,
+    }
+
+
+def _alert_changed(event: AlertChanged) -> Row:
+    row = {"name": event.name, "kind": event.state, "score": event.value}
+    return row | {"bound": event.bound, "threshold": event.threshold}
+
+
+def _replay_requested(event: ReplayRequested) -> Row:
+    return {
+        "kind": "dry run" if event.is_dry_run else "replay",
+        "source_runs": event.sources,
+        "asked_scorers": event.scorers,
+        "where_sql": "failed only" if event.failed_only else "",
+        "requested_by": event.requested_by,
+    }
+
+
+def _redrive_requested(event: RedriveRequested) -> Row:
+    return {"rejects": event.rejects, "requested_by": event.requested_by}
+
+
+def _request_reported(event: RequestReported) -> Row:
+    row = {"request_id": event.request, "kind": event.state, "name": event.run, "reason": event.detail}
+    return row | {"metrics": _finite(event.figures)}
+
+
+def _operator_acted(event: OperatorActed) -> Row:
+    return {"command": event.action, "reason": event.detail, "requested_by": event.person}
+
+
 def _batch_cut(event: BatchCut) -> Row:
     members = event.members
     return {
@@ -406,6 +454,10 @@ def _control_issued(event: ControlIssued) -> Row:
     }
 
 
+def _alarm_raised(event: AlarmRaised) -> Row:
+    return {"kind": event.alarm, "command": "ended" if event.is_over else "raised", "reason": event.detail}
+
+
 def _worker_seen(event: WorkerSeen) -> Row:
     return {"worker": event.worker, "role": event.role, "load": _finite(event.load)}
 
@@ -448,11 +500,18 @@ _COLUMNS_BY_KIND: dict[type[Event], Callable[[Any], Row]] = {
     VerdictGiven: _verdict_given,
     GroupCompleted: _group_completed,
     TrajectoriesSelected: _trajectories_selected,
+    QuerySaved: _query_saved,
+    AlertChanged: _alert_changed,
+    ReplayRequested: _replay_requested,
+    RedriveRequested: _redrive_requested,
+    RequestReported: _request_reported,
+    OperatorActed: _operator_acted,
     BatchCut: _batch_cut,
     StepTaken: _step_taken,
     WeightsPublished: _weights_published,
     WeightsLoaded: _weights_loaded,
     ControlIssued: _control_issued,
+    AlarmRaised: _alarm_raised,
     WorkerSeen: _worker_seen,
     SnapshotTaken: _snapshot_taken,
     EventRejected: _event_rejected,

@@ -1,10 +1,17 @@
 """What a statement of a person ends in: rows, or one sentence."""
 
+import re
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from replayground.schemas.errors import BadInput
+
+_VALUES_MAX = 2_000_000
+"""An empty array is three bytes of JSON and seventy of memory here: a result within [traces] sql_bytes_max could take
+twenty times its size in the process that keeps the store."""
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 class SqlRefused(BadInput):
@@ -33,3 +40,19 @@ class SqlTable(Struct):
 
     meta: list[SqlColumn]
     data: list[list[Any]]
+
+
+def table_of(found: bytes) -> SqlTable:
+    """The table in a response, which is read as text of a stranger. Raises SqlRefused."""
+    # First with what strings say, which is quick and nearly always enough.
+    if _values_in(found) > _VALUES_MAX and _values_in(_STRING.sub(b"", found)) > _VALUES_MAX:
+        raise SqlRefused(f"the result has more than {_VALUES_MAX:,} values: ask for fewer rows or shorter arrays")
+    try:
+        return msgspec.json.decode(found, type=SqlTable)
+    # RecursionError: arrays in arrays, a thousand deep.
+    except (msgspec.DecodeError, RecursionError):
+        raise SqlRefused("the result is no table") from None
+
+
+def _values_in(text: bytes) -> int:
+    return text.count(b",") + text.count(b"[") + text.count(b"{")

@@ -2,7 +2,9 @@
 
 It is not the wall (sql_wall). It reads the syntax tree that ClickHouse itself made of the statement (EXPLAIN AST), so no
 second parser can read something else, and it never changes the statement: what passes runs as it was written. Only what
-would not be about the traces is refused; any function that ClickHouse has for computing is welcome.
+would not be about the traces is refused; any function that ClickHouse has for computing is welcome. The tree leaves out
+some names (APPLY, SHOW) and prints others as they are, line breaks included: for these the text that ClickHouse's
+formatter makes of the statement is read, too.
 
 Runs inside the walled process too, beside nothing but Python: standard library alone.
 """
@@ -22,9 +24,11 @@ _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])")
 # What reads something other than the traces, waits, or tells about the process. In lower case, since ClickHouse ignores
 # case in some names.
 _REFUSED = (
-    "file sleep sleepeachrow catboostevaluate getsetting getserverport getserversetting getmergetreesetting getmacro "
-    "joinget joingetornull hasjoin queryid initialqueryid showcertificate filesystemavailable filesystemcapacity "
-    "filesystemunreserved filesystemcacheuuid addresstoline addresstolinewithinlines addresstosymbol demangle logtrace"
+    "file sleep sleepeachrow catboostevaluate getsetting getsettingordefault getclienthttpheader getserverport "
+    "getserversetting getmergetreesetting getmacro joinget joingetornull hasjoin queryid initialqueryid showcertificate "
+    "filesystemavailable filesystemcapacity filesystemunreserved filesystemcacheuuid addresstoline "
+    "addresstolinewithinlines addresstosymbol demangle logtrace hascolumnintable reversednsquery hostname fqdn displayname "
+    "serveruuid uptime getoskernelversion tcpport"
 )
 _FUNCTIONS_REFUSED = frozenset(_REFUSED.split())
 _PREFIXES_REFUSED = ("dict", "ai")
@@ -35,6 +39,10 @@ _COMPUTED = (
 _TABLE_FUNCTIONS = frozenset(_COMPUTED.split())
 _TAKE_FUNCTIONS = ("array", "map")
 _SYSTEM = ("system", "information_schema")
+_EXPLANATIONS_REFUSED = ("EXPLAIN CURRENT TRANSACTION", "EXPLAIN TABLE OVERRIDE")
+_STRING = re.compile(r"'(?:[^'\\]|\\.|'')*'", re.DOTALL)
+_WORD = re.compile(r"\w+")
+_SHOW_TABLES = re.compile(r"SHOW (FULL |TEMPORARY )*TABLES( (NOT )?I?LIKE '')?( WHERE .*)?( LIMIT \d+)?")
 _NODE = re.compile(r"( *)(\S+)(?: (.*?))?(?: \(alias .*)?(?: \(children \d+\))?")
 
 type _Node = tuple[int, str, str]
@@ -48,14 +56,34 @@ def too_long(sql: str) -> str | None:
     return None if sql.strip() else "the statement is empty"
 
 
-def refusal(tree: str) -> str | None:
-    """The reason to refuse a statement whose tree, as EXPLAIN AST prints it, is given; None when it may run."""
+def refusal(tree: str, formatted: str) -> str | None:
+    """The reason to refuse a statement, given its tree, as EXPLAIN AST prints it, and its text, as formatQuerySingleLine
+    does; None when it may run."""
     nodes = list(_nodes(tree))
     if not nodes:
         return "the statement is empty"
     if nodes[0][1] not in _QUESTIONS:
         return _not_a_question(nodes[0][1])
-    return next(filter(None, (_reason(nodes, at) for at in range(len(nodes)))), None)
+    reasons = (_reason(nodes, at) for at in range(len(nodes)))
+    return _about_text(nodes, _STRING.sub("''", formatted)) or next(filter(None, reasons), None)
+
+
+def _about_text(nodes: list[_Node], text: str) -> str | None:
+    """`text` is the statement without what its strings say."""
+    # A name of several lines looks like nodes of the tree. The formatter escapes line breaks.
+    if "\\" in text or "\n" in text:
+        return "names with line breaks or backslashes are not allowed here"
+    kind, name = nodes[0][1:]
+    words = _WORD.findall(text)
+    if kind == "ShowTables" and not _SHOW_TABLES.fullmatch(text):
+        return "of SHOW there are TABLES, COLUMNS, INDEXES, CREATE TABLE and FUNCTIONS"
+    if kind.startswith("Show") and any(word.lower() in _SYSTEM for word in words):
+        return "only the traces are shown: SHOW TABLES lists what there is"
+    if name.startswith(_EXPLANATIONS_REFUSED):
+        return f"{name} is not about the traces"
+    if any(node[1] == "ColumnsApplyTransformer" for node in nodes):
+        return next(filter(None, (_about_function(word, is_table=False) for word in words)), None)
+    return None
 
 
 def _nodes(tree: str) -> Iterator[_Node]:

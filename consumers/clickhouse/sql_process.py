@@ -97,8 +97,9 @@ class SnapshotConnection:
         reason = too_long(sql)
         if reason is None:
             # Parsed as a value first: EXPLAIN would run what stands behind a semicolon.
-            self.run(f"SELECT formatQuerySingleLine({quoted(sql)})")
-            reason = refusal(self.run(f"EXPLAIN AST {sql}", "TSVRaw").decode(errors="replace"))
+            formatted = self.run(f"SELECT formatQuerySingleLine({quoted(sql)})", "RawBLOB")
+            tree = self.run(f"EXPLAIN AST {sql}", "TSVRaw")
+            reason = refusal(tree.decode(errors="replace"), formatted.decode(errors="replace"))
         if reason is not None:
             raise Refused(reason)
 

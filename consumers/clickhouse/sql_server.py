@@ -11,9 +11,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import httpx
-import msgspec
 
-from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlRefused, SqlTable
+from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlRefused, SqlTable, table_of
 from replayground.consumers.clickhouse.sql_guard import refusal, too_long
 from replayground.consumers.clickhouse.sql_process import OUTPUT, TABLES_OF_RUNS, filters_of, quoted, sentence
 from replayground.consumers.config import TracesSettings
@@ -77,16 +76,14 @@ class ServerUser:
     async def _check(self, sql: str) -> None:
         reason = too_long(sql)
         if reason is None:
-            await self._table(f"SELECT formatQuerySingleLine({quoted(sql)})")
-            reason = refusal((await self._request(f"EXPLAIN AST {sql}", {}, "TSVRaw")).decode(errors="replace"))
+            formatted = await self._request(f"SELECT formatQuerySingleLine({quoted(sql)})", {}, "RawBLOB")
+            tree = await self._request(f"EXPLAIN AST {sql}", {}, "TSVRaw")
+            reason = refusal(tree.decode(errors="replace"), formatted.decode(errors="replace"))
         if reason is not None:
             raise SqlRefused(reason)
 
     async def _table(self, sql: str, settings: dict[str, str] | None = None) -> SqlTable:
-        try:
-            return msgspec.json.decode(await self._request(sql, settings or {}, "JSONCompact"), type=SqlTable)
-        except msgspec.DecodeError:
-            raise SqlRefused("the result is no table") from None
+        return await asyncio.to_thread(table_of, await self._request(sql, settings or {}, "JSONCompact"))
 
     async def _request(self, sql: str, settings: dict[str, str], form: str) -> bytes:
         parameters: dict[str, Any] = {**settings, "default_format": form}

@@ -32,11 +32,19 @@ def take_snapshot(store: Path, database: str, target: Path) -> None:
                 _link_database(store, database, target)
                 return
             except FileNotFoundError:
-                shutil.rmtree(target)
-                target.mkdir()
+                _empty(target)
     except OSError as error:
         raise SnapshotFailed(f"the trace store {store} cannot be copied by hard links: {error}") from error
     raise SnapshotFailed(f"the trace store {store} changed {_TRIES} times while it was copied: ask again")
+
+
+def _empty(folder: Path) -> None:
+    """Removes what is in the folder, which stays: the process that will read it has it mounted already."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _link_database(store: Path, database: str, target: Path) -> None:

@@ -28,7 +28,7 @@ import msgspec
 import structlog
 
 from replayground.consumers.clickhouse import sql_guard, sql_process
-from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlRefused, SqlTable
+from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlRefused, table_of
 from replayground.consumers.clickhouse.sql_snapshot import SnapshotFailed, take_snapshot
 from replayground.consumers.config import TracesSettings
 from replayground.sandboxes import seccomp
@@ -126,10 +126,7 @@ class WalledProcesses:
                 found = await process.ask(self._request(sql, run_id), self._settings.sql_bytes_max)
         except TimeoutError:
             raise SqlRefused(f"the statement took longer than {seconds:g} s and was ended") from None
-        try:
-            result = msgspec.json.decode(found, type=SqlTable)
-        except msgspec.DecodeError:
-            raise SqlRefused("the result is no table") from None
+        result = await asyncio.to_thread(table_of, found)
         age = round(time.monotonic() - taken, 3)
         return SqlAnswer(columns=[column.name for column in result.meta], rows=result.data, age_seconds=age)
 

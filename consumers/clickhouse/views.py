@@ -459,6 +459,19 @@ VIEWS: tuple[ViewDefinition, ...] = (
         ),
     ),
     _of_kind("controls", "a command to a run", "ControlIssued", "events", "version command requested_by reason sender"),
+    _of_kind(
+        "alarms",
+        "an alarm of a run, or its end",
+        "AlarmRaised",
+        "events",
+        "alarm state detail",
+        renamed={"alarm": "kind", "state": "command", "detail": "reason"},
+        meanings={
+            "alarm": "no_step, no_batch or serving_behind",
+            "state": "raised or ended",
+            "detail": "one sentence",
+        },
+    ),
     _of_kind("workers", "a heartbeat of a program", "WorkerSeen", "events", "worker role load"),
     _of_kind(
         "snapshots",

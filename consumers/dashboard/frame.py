@@ -18,7 +18,10 @@ NAVIGATION: tuple[tuple[str, str, bool], ...] = (
     ("Batches", addresses.BATCHES, True),
     ("Failures", addresses.FAILURES, True),
     ("Machines", addresses.MACHINES, True),
+    ("Verdicts", addresses.VERDICTS, True),
+    ("Replay", addresses.REPLAY, False),
     ("SQL", addresses.SQL, True),
+    ("Alerts", addresses.ALERTS, False),
     ("Rejects", addresses.REJECTS, True),
     ("Audit", addresses.AUDIT, False),
 )
@@ -26,8 +29,10 @@ _CHOICES_MAX = 100
 "runs in the chooser; the others are on the view of all runs"
 
 
-def page(content: ViewContent, path: str, runs: Sequence[RunEntry], assets_version: str) -> str:
-    """The whole page as HTML."""
+def page(
+    content: ViewContent, path: str, runs: Sequence[RunEntry], assets_version: str, raised: Sequence[str] = ()
+) -> str:
+    """The whole page as HTML; `raised` are names of alerts."""
     where = [content.title, content.run.run_id if content.run else "", "Replayground"]
     root = el(
         "html",
@@ -36,7 +41,7 @@ def page(content: ViewContent, path: str, runs: Sequence[RunEntry], assets_versi
         el(
             "body",
             el("a", {"class": "skip", "href": "#main"}, "Skip to the content"),
-            _top(content, path, runs),
+            _top(content, path, runs, raised),
             el("div", {"class": "columns"}, _navigation(content, path), _main(content)),
         ),
     )
@@ -61,14 +66,23 @@ def _head(title: str, version: str, scripts: Sequence[str]) -> Element:
     )
 
 
-def _top(content: ViewContent, path: str, runs: Sequence[RunEntry]) -> Element:
+def _top(content: ViewContent, path: str, runs: Sequence[RunEntry], raised: Sequence[str]) -> Element:
     return el(
         "header",
         {"class": "top"},
         el("a", {"class": "brand", "href": addresses.RUNS}, "Replayground"),
         _run_chooser(content, path, runs),
+        el("span", {"id": "raised", "data-live": True}, _raised(raised)),
         el("button", {"type": "button", "id": "theme", "aria-label": "Light or dark", "title": "Light or dark"}, "◐"),
     )
+
+
+def _raised(raised: Sequence[str]) -> Element | None:
+    if not raised:
+        return None
+    told = raised[0] if len(raised) == 1 else f"{len(raised)} alerts"
+    look = {"class": "mark-word bad", "href": addresses.ALERTS, "title": f"raised: {', '.join(raised)}"}
+    return el("a", look, told)
 
 
 def _run_chooser(content: ViewContent, path: str, runs: Sequence[RunEntry]) -> Element:

@@ -7,6 +7,7 @@ from typing import Any
 
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.dashboard.markup import Element
+from replayground.consumers.dashboard.tokens import LOCAL, Person
 from replayground.consumers.dashboard.web import SqlResult, Traces
 from replayground.schemas.errors import BadInput
 from replayground.streams.rules.runs import RunState
@@ -24,11 +25,17 @@ class ViewRequest:
     path: str
     query: Mapping[str, Sequence[str]]
     statement: StatementResult = None
-    "what became of the statement in the address of the SQL console"
+    "what became of the statement that the address holds or names"
+    person: Person = LOCAL
 
     @property
     def store(self) -> Store:
         return self.traces.store
+
+    @property
+    def may_act(self) -> bool:
+        """Whether this person may do more than look, and there is a log to write to."""
+        return self.traces.follows and self.person.may("operator")
 
     def run(self) -> RunState:
         """The run that the address names, or the newest one. Raises UnknownRun."""

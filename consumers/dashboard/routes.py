@@ -23,8 +23,10 @@ from replayground.consumers.dashboard.addresses import address
 from replayground.consumers.dashboard.frame import empty, page
 from replayground.consumers.dashboard.images import picture
 from replayground.consumers.dashboard.markup import el
+from replayground.consumers.dashboard.queries.operations import saved_queries
 from replayground.consumers.dashboard.request import StatementResult, ViewContent, ViewRequest
 from replayground.consumers.dashboard.views import (
+    alerts,
     audit,
     batches,
     compare,
@@ -36,17 +38,23 @@ from replayground.consumers.dashboard.views import (
     lineage,
     machines,
     rejects,
+    replay,
     runs,
     sql,
     tokens,
     trajectories,
     trajectory,
+    verdicts,
 )
 from replayground.consumers.dashboard.web import Traces
 from replayground.consumers.reports.runs import RunEntry, UnknownRun
 from replayground.schemas.errors import BadInput
 
-VIEWS: Mapping[str, Callable[[ViewRequest], ViewContent]] = {
+type View = Callable[[ViewRequest], ViewContent]
+type RunStatement = Callable[[ViewRequest, Request], Awaitable[StatementResult]]
+"what becomes of the statement that an address holds or names"
+
+VIEWS: Mapping[str, View] = {
     addresses.RUNS: runs.view,
     addresses.FLOW: flow.view,
     addresses.CURVES: curves.view,
@@ -60,6 +68,8 @@ VIEWS: Mapping[str, Callable[[ViewRequest], ViewContent]] = {
     addresses.FAILURES: failures.view,
     addresses.MACHINES: machines.view,
     addresses.REJECTS: rejects.view,
+    addresses.REPLAY: replay.view,
+    addresses.ALERTS: alerts.view,
     addresses.AUDIT: audit.view,
     addresses.EVENT: event.view,
 }
@@ -82,7 +92,8 @@ def add_views(app: FastAPI, traces: Traces) -> None:
     version = hashlib.sha256(b"".join(assets[name] for name in sorted(assets))).hexdigest()[:12]
     for path, view in VIEWS.items():
         app.get(path)(_route(traces, path, view, version))
-    app.get(addresses.SQL)(_sql_route(traces, version))
+    app.get(addresses.SQL)(_asking_route(traces, addresses.SQL, sql.view, _run_statement, version))
+    app.get(addresses.VERDICTS)(_asking_route(traces, addresses.VERDICTS, verdicts.view, _run_queue, version))
 
     @app.get(f"{addresses.ASSETS}/{{name}}")
     def asset(name: str) -> Response:
@@ -100,12 +111,10 @@ def _assets() -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in _ASSETS_FOLDER.iterdir() if path.suffix in _MEDIA_TYPES}
 
 
-def _route(
-    traces: Traces, path: str, view: Callable[[ViewRequest], ViewContent], version: str
-) -> Callable[[Request], Response]:
+def _route(traces: Traces, path: str, view: View, version: str) -> Callable[[Request], Response]:
     # Not async: FastAPI runs it in a thread, and a slow query keeps no other request waiting.
     def answer(request: Request) -> Response:
-        asked = ViewRequest(traces, path, _query(request))
+        asked = ViewRequest(traces, path, _query(request), person=person_of(request))
         # Addresses of older releases: one page for one run.
         if path == addresses.RUNS and asked.text("run"):
             return RedirectResponse(address(addresses.FLOW, asked.text("run")))
@@ -114,12 +123,14 @@ def _route(
     return answer
 
 
-def _sql_route(traces: Traces, version: str) -> Callable[[Request], Awaitable[Response]]:
+def _asking_route(
+    traces: Traces, path: str, view: View, run_statement: RunStatement, version: str
+) -> Callable[[Request], Awaitable[Response]]:
     # Statements of people wait outside the threads that serve the page.
     async def answer(request: Request) -> Response:
-        asked = ViewRequest(traces, addresses.SQL, _query(request))
-        asked = replace(asked, statement=await _run_statement(asked, request))
-        return await asyncio.to_thread(_page, asked, sql.view, version)
+        asked = ViewRequest(traces, path, _query(request), person=person_of(request))
+        asked = replace(asked, statement=await run_statement(asked, request))
+        return await asyncio.to_thread(_page, asked, view, version)
 
     return answer
 
@@ -138,16 +149,32 @@ async def _run_statement(asked: ViewRequest, request: Request) -> StatementResul
         return str(error)
 
 
+async def _run_queue(asked: ViewRequest, request: Request) -> StatementResult:
+    """What the saved query gives that the address names as a queue."""
+    name = asked.text("queue")
+    if not name:
+        return None
+    try:
+        saved = (await asyncio.to_thread(saved_queries, asked.store)).get(name)
+        if saved is None or saved.use != "queue":
+            return f"there is no queue {name}: somebody may have removed it"
+        return await asked.traces.asked_sql(saved.sql, None, asked.person.name)
+    except (BadInput, StoreFailed) as error:
+        return str(error)
+
+
 def _query(request: Request) -> Mapping[str, Sequence[str]]:
     return {name: request.query_params.getlist(name) for name in request.query_params}
 
 
-def _page(asked: ViewRequest, view: Callable[[ViewRequest], ViewContent], version: str) -> Response:
+def _page(asked: ViewRequest, view: View, version: str) -> Response:
     content, status = _content(asked, view)
-    return HTMLResponse(page(content, asked.path, _runs(asked.traces), version), status, headers=_HEADERS)
+    return HTMLResponse(
+        page(content, asked.path, _runs(asked.traces), version, _raised(asked.traces)), status, headers=_HEADERS
+    )
 
 
-def _content(asked: ViewRequest, view: Callable[[ViewRequest], ViewContent]) -> tuple[ViewContent, int]:
+def _content(asked: ViewRequest, view: View) -> tuple[ViewContent, int]:
     """The content, or what went wrong in one sentence."""
     try:
         return view(asked), 200
@@ -172,3 +199,9 @@ def _runs(traces: Traces) -> list[RunEntry]:
         return traces.runs()
     except (BadInput, StoreFailed):
         return []
+
+
+def _raised(traces: Traces) -> list[str]:
+    """Names of the alerts that are raised."""
+    standings = {} if traces.alerts is None else traces.alerts.standings()
+    return [name for name, standing in standings.items() if standing.raised_at is not None]

@@ -13,6 +13,8 @@ POST /api/finish         waits until the store has caught up with the log, then 
 POST /api/reconcile      {"repair": bool} → store and log compared by partition (consumers.reconcile); without a run,
                          of the whole field
 GET  /api/lineage        ?of=RUN, RUN:VERSION or the id of a trajectory (streams.rules.lineage.Lineage)
+POST /api/queries, /api/verdicts, /api/replays
+                         what people decide on the page (consumers.dashboard.actions)
 GET  /api/report         the report as of now, HTML
 GET  /api/transcripts    ?purpose=&outcome=&session=&rows=
 GET  /api/transcripts/…  one of them
@@ -34,14 +36,16 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 
+from replayground.consumers.alert_watch import AlertWatch
 from replayground.consumers.clickhouse.people_sql import PeopleSql
 from replayground.consumers.clickhouse.query_cache import QueryCache
 from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlBusy
-from replayground.consumers.clickhouse.store import Store
+from replayground.consumers.clickhouse.store import Store, StoreFailed
 from replayground.consumers.config import TracesSettings
 from replayground.consumers.dashboard.access import LOOPBACK_NAMES, AccessCheck, Throttle, person_of
-from replayground.consumers.dashboard.tokens import TokenFile
+from replayground.consumers.dashboard.tokens import LOCAL, Person, TokenFile
 from replayground.consumers.lag_watch import LagWatch
+from replayground.consumers.operations_log import OperationsWriter
 from replayground.consumers.reconcile import WHOLE_FIELD, PartitionComparison, Scope, reconcile
 from replayground.consumers.reports import runs
 from replayground.consumers.reports.lineage import Lineages
@@ -50,10 +54,11 @@ from replayground.consumers.reports.report import report
 from replayground.consumers.reports.runs import Runs, UnknownRun
 from replayground.consumers.reports.summary import summary
 from replayground.consumers.reports.transcripts import Transcript, TranscriptEntry, list_transcripts, transcript
-from replayground.schemas.errors import BadInput
-from replayground.schemas.events import TrajectoriesSelected
-from replayground.schemas.ids import now_microseconds
+from replayground.schemas.errors import BadInput, LogUnavailable, Undecodable
+from replayground.schemas.events import Address, Event, Meta, OperatorActed, TrajectoriesSelected
+from replayground.schemas.ids import new_id, now_microseconds
 from replayground.schemas.redaction import redacted
+from replayground.schemas.run import FIELD
 from replayground.streams.log.protocol import Log
 from replayground.streams.replay.selection import selections_on_log
 from replayground.streams.rules.lineage import Lineage
@@ -93,6 +98,7 @@ class LogSource:
     log: Log
     lag: LagWatch
     writer: Writer
+    operations: OperationsWriter
 
 
 class Traces:
@@ -107,9 +113,28 @@ class Traces:
         self._runs = Runs(self._answers)
         # Runs belongs to one thread at a time.
         self._turn = threading.Lock()
+        self._reading = threading.Lock()
         self._seen: OrderedDict[str, tuple[float, Overview]] = OrderedDict()
         self._people = PeopleSql(settings)
         self._asked = Throttle(settings.sql_per_minute_max, 60.0)
+        # As one person with a share of its own: alerts do not take the place of people, nor people theirs.
+        self.alerts = (
+            None
+            if source is None
+            else AlertWatch(
+                source.log,
+                source.operations,
+                lambda sql: self._people.ask(sql, None, "alerts"),
+                settings.webhook,
+                page_url(settings),
+            )
+        )
+
+    def _alerts(self, source: LogSource) -> AlertWatch:
+        def ask(sql: str) -> SqlAnswer:
+            return self._people.ask(sql, None, "alerts")
+
+        return AlertWatch(source.log, source.operations, ask, self._settings.webhook, page_url(self._settings))
 
     @property
     def store(self) -> Store:
@@ -168,13 +193,26 @@ class Traces:
         found = await asyncio.to_thread(self._id_of, run_id) if run_id else None
         return self._shown(await self._people.asked(statement, found, person), began)
 
+    def ask_sql(self, statement: str, person: str = "") -> SqlResult:
+        """As `asked_sql`, over all runs, for a thread that may wait."""
+        began = time.monotonic()
+        self._note_statement(person)
+        return self._shown(self._people.ask(statement, None, person), began)
+
     def _note_statement(self, person: str) -> None:
         if self._asked.is_full(person):
             raise SqlBusy(f"more than {self._settings.sql_per_minute_max} statements in a minute: wait a little")
         self._asked.mark(person)
 
+    def start(self) -> None:
+        """Begins to watch the alerts."""
+        if self.alerts is not None:
+            self.alerts.start()
+
     def close(self) -> None:
-        """Ends the statements that are running."""
+        """Ends the alerts, and the statements that are running."""
+        if self.alerts is not None:
+            self.alerts.stop()
         self._people.close()
 
     def _id_of(self, run_id: str | None) -> str | None:
@@ -189,6 +227,16 @@ class Traces:
             seconds=round(time.monotonic() - began, 3),
             age_seconds=answer.age_seconds,
         )
+
+    def event_at(self, address: Address) -> Event:
+        """The event as it stands on the log. Raises BadInput when it is not there any more, LogUnavailable."""
+        log = self.require_source().log
+        try:
+            # One at a time: a log has one client for this.
+            with self._reading:
+                return log.read_at([address])[0]
+        except (LookupError, Undecodable) as error:
+            raise BadInput(f"nothing that can be read stands at {address} on the log any more") from error
 
     def transcripts(
         self, run_id: str | None, *, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
@@ -206,7 +254,7 @@ class Traces:
 
     def finish(self, run_id: str | None = None) -> dict[str, Any]:
         """Summary and report. Blocks until everything that is on the log now is in the store, at most two minutes."""
-        self._await_written(self._require_source())
+        self._await_written(self.require_source())
         return self._summary_and_report(self.find(run_id))
 
     def lineage(self, text: str, all_addresses: bool = False) -> Lineage:
@@ -219,7 +267,7 @@ class Traces:
         except UnknownRun:
             if self._source is None:
                 raise
-        self._await_written(self._require_source())
+        self._await_written(self.require_source())
         return self._lineages().of(text, all_addresses)
 
     def _lineages(self) -> Lineages:
@@ -228,12 +276,15 @@ class Traces:
         return Lineages(self._store, states, self._selections)
 
     def _selections(self) -> Sequence[TrajectoriesSelected]:
-        return selections_on_log(self._require_source().log)
+        return selections_on_log(self.require_source().log)
 
-    def reconcile(self, repair: bool, run_id: str | None = None) -> list[PartitionComparison]:
+    def reconcile(self, repair: bool, run_id: str | None = None, person: Person = LOCAL) -> list[PartitionComparison]:
         """Compares the store with the log, and repairs it if asked; the whole field, or one run. Reads the log in
         scope."""
-        source = self._require_source()
+        source = self.require_source()
+        if repair:
+            # Before it is done: whoever repairs a store that then fails has acted all the same.
+            source.operations.write(acted(person, "reconcile --repair", f"rows of {run_id or 'all runs'}"))
         scope = WHOLE_FIELD
         if run_id:
             run = self.find(run_id)
@@ -242,7 +293,7 @@ class Traces:
 
     def catch_up(self) -> dict[str, Any]:
         """Blocks until everything that is on the log now is in the store. Raises BadInput."""
-        self._await_written(self._require_source())
+        self._await_written(self.require_source())
         return {}
 
     def _summary_and_report(self, run: RunState) -> dict[str, Any]:
@@ -250,7 +301,8 @@ class Traces:
         figures = summary(self._store, self._source.log if self._source else None, run, now)
         return {"summary": figures, "report": report(self._store, run, figures, now)}
 
-    def _require_source(self) -> LogSource:
+    def require_source(self) -> LogSource:
+        """The log. Raises BadInput when it is not being read."""
         if self._source is None:
             raise BadInput("this needs the log, which is not being read: start the field with `replayground up`")
         return self._source
@@ -270,7 +322,7 @@ def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI
 
     @app.get("/api/runs")
     async def all_runs() -> Response:
-        return await _respond(traces.runs)
+        return await respond(traces.runs)
 
     @app.post("/api/sql")
     async def sql(request: Request, run: str | None = None) -> Response:
@@ -283,15 +335,15 @@ def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI
 
     @app.get("/api/overview")
     async def view(run: str | None = None) -> Response:
-        return await _respond(lambda: traces.overview(run))
+        return await respond(lambda: traces.overview(run))
 
     @app.post("/api/catch-up")
     async def catch_up() -> Response:
-        return await _respond(traces.catch_up)
+        return await respond(traces.catch_up)
 
     @app.post("/api/finish")
     async def finish(run: str | None = None) -> Response:
-        return await _respond(lambda: traces.finish(run))
+        return await respond(lambda: traces.finish(run))
 
     @app.post("/api/reconcile")
     async def compare(request: Request, run: str | None = None) -> Response:
@@ -299,27 +351,27 @@ def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI
             repair = msgspec.json.decode(await request.body(), type=dict[str, bool])["repair"]
         except (msgspec.DecodeError, KeyError):
             return _json({"error": 'send {"repair": false}'}, 400)
-        return await _respond(lambda: traces.reconcile(repair, run))
+        return await respond(lambda: traces.reconcile(repair, run, person_of(request)))
 
     @app.get("/api/lineage")
     async def lineage(of: str, everything: bool = False) -> Response:
-        return await _respond(lambda: traces.lineage(of, everything))
+        return await respond(lambda: traces.lineage(of, everything))
 
     @app.get("/api/report")
     async def now(run: str | None = None) -> Response:
-        return await _respond(lambda: traces.report(run), HTMLResponse)
+        return await respond(lambda: traces.report(run), HTMLResponse)
 
     @app.get("/api/transcripts")
     async def listing(
         run: str | None = None, purpose: str = "", outcome: str = "", session: str = "", rows: int = 50
     ) -> Response:
-        return await _respond(
+        return await respond(
             lambda: traces.transcripts(run, purpose=purpose, outcome=outcome, session=session, rows=rows)
         )
 
     @app.get("/api/transcripts/{trajectory_id}")
     async def one(trajectory_id: str, run: str | None = None) -> Response:
-        return await _respond(lambda: _one(traces, run, trajectory_id))
+        return await respond(lambda: _one(traces, run, trajectory_id))
 
     return app
 
@@ -338,10 +390,12 @@ class WebServer:
         """Raises BadInput when the port is in use."""
         # Before the import below, which takes seconds.
         _require_free(settings.bind, settings.port)
+        from replayground.consumers.dashboard.actions import add_actions
         from replayground.consumers.dashboard.routes import add_views
 
         traces = Traces(store, settings, source)
         app = interface(traces, settings)
+        add_actions(app, traces)
         add_views(app, traces)
         self._traces = traces
         # A browser keeps its connection open: without the timeout, shutdown would wait for it.
@@ -359,7 +413,7 @@ class WebServer:
             ssl_keyfile=settings.tls_key or None,
         )
         self._server = uvicorn.Server(config)
-        self._bind, self._port = settings.bind, settings.port
+        self._settings = settings
         self._thread = threading.Thread(target=self._server.run, name="web", daemon=True)
 
     def start(self) -> None:
@@ -367,11 +421,10 @@ class WebServer:
         self._thread.start()
         while not self._server.started:
             if not self._thread.is_alive():
-                raise BadInput(f"the web page could not be opened on port {self._port}: see the log above")
+                raise BadInput(f"the web page could not be opened on port {self._settings.port}: see the log above")
             time.sleep(0.02)
-        _log.info(
-            "page_started", address=f"http{'s' if self._server.config.is_ssl else ''}://{self._bind}:{self._port}"
-        )
+        self._traces.start()
+        _log.info("page_started", address=page_url(self._settings))
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -379,6 +432,25 @@ class WebServer:
         self._traces.close()
         if self._thread.ident is not None:
             self._thread.join(timeout=10.0)
+
+
+def acted(person: Person, action: str, detail: str) -> OperatorActed:
+    """What a person did that no other event tells."""
+    meta = Meta(
+        id=new_id(),
+        run_id=FIELD,
+        category="act",
+        topic="operations",
+        sender=person.name,
+        timestamp=now_microseconds(),
+    )
+    return OperatorActed(meta=meta, action=action, detail=detail, person=person.name)
+
+
+def page_url(settings: TracesSettings) -> str:
+    """The address of the page as other machines know it."""
+    scheme = "https" if settings.tls_key else "http"
+    return f"{scheme}://{settings.name or settings.bind}:{settings.port}"
 
 
 def _require_free(bind: str, port: int) -> None:
@@ -411,7 +483,8 @@ def _checks(settings: TracesSettings) -> dict[str, Any]:
     return {"hosts": (), "tokens": tokens, "is_tls": bool(settings.tls_key)}
 
 
-async def _respond(question: Callable[[], Any], shown: Callable[[Any], Response] | None = None) -> Response:
+async def respond(question: Callable[[], Any], shown: Callable[[Any], Response] | None = None) -> Response:
+    """What a question came to, or its error, as JSON."""
     # In a thread: requests block for their queries, and the event loop serves all browsers.
     return await _respond_to(asyncio.to_thread(question), shown)
 
@@ -426,6 +499,10 @@ async def _respond_to(question: Awaitable[Any], shown: Callable[[Any], Response]
         return _json({"error": redacted(str(error))}, 429)
     except BadInput as error:
         return _json({"error": redacted(str(error))}, 400)
+    except LogUnavailable as error:
+        return _json({"error": f"the log does not answer: {redacted(str(error))}"}, 503)
+    except StoreFailed as error:
+        return _json({"error": redacted(str(error))}, 503)
 
 
 def _json(content: Any, status: int) -> Response:

@@ -45,6 +45,8 @@ from replayground.streams.rules.runs import RunState
 
 _ADDRESSES_SHOWN = 100
 "of a selection, unless all are asked for"
+_NOT_LEARNED = ("infra_error", "cancelled")
+"an SFT leaves attempts out that ended so (trainer.sft)"
 
 type Selections = Callable[[], Sequence[TrajectoriesSelected]]
 "reads all selections from the log"
@@ -213,7 +215,10 @@ class Lineages:
             )
         places = {Address(TOPIC, row["partition"], row["offset"]) for row in rows}
         row = rows[0]
-        steps = [*self._steps_with(trajectory_id, places), *self._sft_with(row, places)]
+        learned = {
+            Address(TOPIC, row["partition"], row["offset"]) for row in rows if row["ended_by"] not in _NOT_LEARNED
+        }
+        steps = [*self._steps_with(trajectory_id, places), *self._sft_with(row, learned)]
         newest = {str(run): int(version) for run, version in self._store.ask(queries.NEWEST_VERSIONS, asked).rows}
         rewards = self._rewards(runs, [trajectory_id])
         return TrajectoryLineage(
@@ -255,7 +260,7 @@ class Lineages:
     def _sft_with(self, row: Mapping[str, Any], places: set[Address]) -> list[InfluencedStep]:
         """SFT steps that learned from the trajectory: of a cold start, and on selections."""
         runs = [state.run_id for state in self._states.values() if state.kind == "sft"]
-        if row["purpose"] == "demonstrate" and row["ended_by"] != "infra_error":
+        if row["purpose"] == "demonstrate" and row["ended_by"] not in _NOT_LEARNED:
             runs.append(row["run_id"])
         taken = self._store.ask(queries.SFT_STEPS, {"runs": runs}).rows if runs else []
         found: list[InfluencedStep] = []

@@ -130,7 +130,8 @@ def metrics() -> str:
             *_head("Metrics", "schemas/metrics.py"),
             "Every program serves them as Prometheus gauges on `/metrics`, with the labels `program` and `worker`. The same",
             "figures are in its heartbeats (`WorkerSeen.load` on the topic `control`), so SQL has their history: view `workers`.",
-            "A program reports only the metrics that apply to it.",
+            "A program reports only the metrics that apply to it. The label `run` comes from the scraper: deploy/monitoring has",
+            "a config of Prometheus, alerts and Grafana dashboards ([runbook](../../deploy/runbook.md#alerts-of-prometheus)).",
             "",
             *table(("gauge", "meaning"), rows),
         ]

@@ -19,7 +19,7 @@ from msgspec import Struct
 from replayground.deploy.experience.export_rows import KINDS, record
 from replayground.deploy.local.folder import write_whole
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import Position
+from replayground.schemas.events import Position, RewardAssigned
 from replayground.streams.log.protocol import Delivery, Log, Reader
 
 Form = Literal["parquet", "jsonl", "datasets"]
@@ -38,7 +38,7 @@ class ExportQuery(Struct, frozen=True, kw_only=True):
     runs: tuple[str, ...] = ()
     "empty = all"
     selection: str = ""
-    "id of the TrajectoriesSelected; empty = all trajectories"
+    "id of the TrajectoriesSelected; empty = all trajectories. Rewards are those of the chosen trajectories"
     first: int = 0
     "offset in each partition from which on"
     following: int | None = None
@@ -130,10 +130,12 @@ class Export:
         # Undecodable messages are no records; they are rows of the trace store.
         if event is None or (query.runs and event.meta.run_id not in query.runs):
             return False
-        if self._chosen is None or delivery.address.topic != "trajectories":
+        if self._chosen is None:
             return True
-        is_chosen = self._chosen.get(delivery.address.partition)
-        return is_chosen is not None and is_chosen(delivery.address.offset)
+        # A reward goes with the trajectory that it judges.
+        at = event.trajectory if isinstance(event, RewardAssigned) else delivery.address
+        is_chosen = self._chosen.get(at.partition)
+        return is_chosen is not None and is_chosen(at.offset)
 
     def _write(self, topic: str, partition: int, deliveries: Sequence[Delivery], first: int, following: int) -> None:
         if deliveries:

@@ -10,7 +10,7 @@ import heapq
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -42,7 +42,7 @@ from replayground.deploy.local.folder import FieldFolder, create_run_folder
 from replayground.deploy.resolve import ResolvedConfig
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end
 from replayground.schemas.blobs import open_blobs
-from replayground.schemas.errors import BadInput
+from replayground.schemas.errors import BadInput, LogBroken
 from replayground.schemas.events import (
     JudgementMade,
     Position,
@@ -66,6 +66,8 @@ from replayground.streams.rules.scoring import BUILT_IN, versions_of
 
 SCORER_SETTING = "replay.scorer"
 "RunFile.setting of the file with the scorers"
+_BESIDE_SETTING = "replay.scorer.beside"
+"of the *.py beside it, which it may import and which count in its version"
 PARTITIONS = TOPIC_BY_NAME[TOPIC].partitions
 _POLL_EVENTS = 2000
 
@@ -212,8 +214,13 @@ def _request(asked: RescorePlan) -> RescoreRequest:
 def _stored(field_config: ResolvedConfig, file: Path | None) -> list[RunFile]:
     if file is None:
         return []
-    put = open_blobs(field_config.run_of("operator")).put_file(file)
-    return [RunFile(name=file.name, setting=SCORER_SETTING, uri=put.uri, sha256=put.sha256, size_bytes=put.size_bytes)]
+    blobs, found = open_blobs(field_config.run_of("operator")), list[RunFile]()
+    for path in (file, *(beside for beside in sorted(file.parent.glob("*.py")) if beside != file)):
+        put, setting = blobs.put_file(path), SCORER_SETTING if path == file else _BESIDE_SETTING
+        found.append(
+            RunFile(name=path.name, setting=setting, uri=put.uri, sha256=put.sha256, size_bytes=put.size_bytes)
+        )
+    return found
 
 
 def go_on(
@@ -257,19 +264,22 @@ def _do(
             batches = cut_replay(run, writer, request.groups_per_batch, version, lambda count: None, threading.Event())
         result.batches = batches or 0
     show(1, 1, "comparing with the old rewards")
-    result.comparison = compare_runs(log, request, list_runs(log), state)
+    # All is judged: what retention has removed of the old rewards must not make a failure of it.
+    with suppress(LogBroken):
+        result.comparison = compare_runs(log, request, list_runs(log), state)
     return result
 
 
 def restored_scorer_file(folder: FieldFolder, field_config: ResolvedConfig, state: RunState) -> Path | None:
     """The file with the scorers of a replay, from the blobs; None when it has none. Raises BadInput."""
+    blobs, main = open_blobs(field_config.run_of("operator")), None
     for file in state.files:
-        if file.setting == SCORER_SETTING:
+        if file.setting in (SCORER_SETTING, _BESIDE_SETTING):
             target = folder.run(state.run_id).job / "scorers" / Path(file.name).name
             target.parent.mkdir(parents=True, exist_ok=True)
-            open_blobs(field_config.run_of("operator")).get_to_file(file.uri, file.sha256, target)
-            return target
-    return None
+            blobs.get_to_file(file.uri, file.sha256, target)
+            main = target if file.setting == SCORER_SETTING else main
+    return main
 
 
 def _require_same_versions(state: RunState, scorers: Mapping[str, Scorer]) -> None:

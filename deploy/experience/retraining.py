@@ -87,14 +87,14 @@ def ask(
     *,
     begin: VersionAddress | None = None,
     until: int | None = None,
-    selection: str = "",
+    selected: TrajectoriesSelected | None = None,
     is_followed: bool = False,
 ) -> RetrainRequest:
     """Resolves a request. Raises BadInput."""
     if source.kind not in ("practise", "replay", "retrain"):
         raise BadInput(f"{source.run_id} is of kind {source.kind}: it has no batches to train on")
     begin = begin or first_weights_of(log, source)
-    _require_version(log, begin)
+    require_version(log, begin)
     if until is not None and until <= begin.version:
         raise BadInput(
             f"--until {until}: it begins with version {begin.version}, so the first one that it can make is the next"
@@ -112,16 +112,29 @@ def ask(
         raise BadInput(f"{source.run_id} has no batch to train on in that range: it has {there}")
     if until is not None and until > max(bases, default=0) + 1 and not is_followed:
         raise BadInput(f"--until {until}: the batches of {source.run_id} lead to version {max(bases) + 1}")
+    if selected is not None and not is_followed:
+        _require_members(wanted, selected)
     return RetrainRequest(
         source=source.run_id,
         weights_from=f"{begin.run_id}:{begin.version}",
-        until=until,
-        selection=selection,
+        # What an active source cuts from now on is not wanted: the trainer would wait for steps that it must not take.
+        until=until if is_followed or until is not None else max(bases) + 1,
+        selection="" if selected is None else selected.meta.id,
         is_followed=is_followed,
     )
 
 
-def _require_version(log: Log, address: VersionAddress) -> None:
+def _require_members(batches: Sequence[BatchCut], selected: TrajectoriesSelected) -> None:
+    """Raises BadInput when no batch has a chosen member: a retraining without a step would look like one that is done."""
+    chosen = {(address.partition, address.offset) for address in addresses_of(selected)}
+    places = (member.trajectory for batch in batches for member in batch.members)
+    if not any((place.partition, place.offset) in chosen for place in places):
+        raise BadInput(
+            f"no member of these batches is in selection {selected.name}: choose among those of view batches"
+        )
+
+
+def require_version(log: Log, address: VersionAddress) -> None:
     """Raises BadInput when a version is not on the log."""
     if weights_at(log, address) is None:
         raise BadInput(
@@ -158,6 +171,11 @@ def first_weights_of(log: Log, source: RunState) -> VersionAddress:
         return version_address(told)
     job = job_of(source)
     return job.copied_version or VersionAddress(run_id=source.run_id, version=job.first_version)
+
+
+def weights_run_of(log: Log, source: RunState) -> str:
+    """The run whose versions a bare number means: a replay has none of its own. Raises BadInput."""
+    return first_weights_of(log, source).run_id if source.kind == "replay" else source.run_id
 
 
 def start(
@@ -345,7 +363,7 @@ def ask_sft(
 ) -> SftRequest:
     """Resolves a request for SFT. Raises BadInput, also for trajectories of another tokenizer: their ids are other words."""
     version = weights_at(log, begin)
-    _require_version(log, begin)
+    require_version(log, begin)
     assert version is not None, "it is on the log"
     expected = _template_of(field_config, version)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from replayground.schemas.errors import BadInput
 from replayground.schemas.job import Scorer, load_job, load_module
 from replayground.streams.bounded_scoring import bounded
-from replayground.streams.rules.scoring import BUILT_IN, needs_of, scorers_by_name
+from replayground.streams.rules.scoring import BUILT_IN, needs_of, problem_of, scorers_by_name
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,23 @@ def parse_scorers(given: Sequence[str]) -> ChosenScorers:
         names.append(name or _only_name(Path(path)))
     if len(set(files)) > 1:
         raise BadInput("scorers of one replay come from one file: put them together, or name those of the job")
-    return ChosenScorers(tuple(names), files[0] if files else None)
+    # Named twice, a scorer would judge twice, in a scorer set of its own.
+    return ChosenScorers(tuple(dict.fromkeys(names)), files[0] if files else None)
 
 
 def scorers_in(path: Path) -> dict[str, Scorer]:
     """The scorers that a Python file defines, by name; its code is run. Raises BadInput."""
     module = load_module(str(path))
     values = [*vars(module).values(), *getattr(module, "SCORERS", ())]
-    found = {value.name: value for value in values if _is_scorer(value)}
+    found: dict[str, Scorer] = {}
+    for value in values:
+        if not _is_scorer(value):
+            continue
+        if found.setdefault(value.name, value) is not value:
+            raise BadInput(f"{path} defines two scorers called {value.name}: rename one")
+        # Now, not in the process that judges.
+        if (problem := problem_of(value)) is not None:
+            raise BadInput(f"the scorer {value.name} of {path} cannot be used: {problem}")
     if not found:
         raise BadInput(f"{path} defines no scorer: decorate a function with @replayground.scorer")
     return found

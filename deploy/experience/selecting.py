@@ -31,9 +31,9 @@ class Choice:
     where: str
 
     @property
-    def condition(self) -> str:
+    def in_runs(self) -> str:
         names = ", ".join(_quoted(state.run_id) for state in self.runs)
-        return f"run_id IN ({names}) AND ({self.where or '1'})"
+        return f"run_id IN ({names})"
 
 
 def select(log: KafkaLog, field: ResolvedConfig, choice: Choice, name: str, run_id: str) -> TrajectoriesSelected:
@@ -46,7 +46,8 @@ def select(log: KafkaLog, field: ResolvedConfig, choice: Choice, name: str, run_
 
 
 def find(log: KafkaLog, field: ResolvedConfig, choice: Choice, name: str, run_id: str) -> TrajectoriesSelected:
-    """The selection, not written. Blocks until the trace store has caught up with the log."""
+    """The selection, not written. Blocks until the trace store has caught up with the log. Raises BadInput."""
+    require_condition(choice.where)
     client = TracesClient(field.page_url)
     try:
         client.catch_up()
@@ -66,24 +67,51 @@ def find(log: KafkaLog, field: ResolvedConfig, choice: Choice, name: str, run_id
 type _Row = tuple[int, int, int, int, bool]
 "partition, offset, digest of the group, index, whether it ended by infra_error"
 
+_QUOTES = "'\"`"
+# Comments, strings of other kinds, and a further statement: each could hide a bracket from the count.
+_HIDING = ("--", "#", "/*", "//", "$", ";", "“", "”", "‘", "’")
+
+
+def require_condition(where: str) -> None:
+    """Raises BadInput for what is more than a condition: a bracket that closes none would end the one around it."""
+    depth, quote, place = 0, "", 0
+    while place < len(where):
+        letter = where[place]
+        if quote:
+            place += letter == "\\"
+            quote = "" if letter == quote else quote
+        elif letter in _QUOTES:
+            quote = letter
+        elif hiding := next((text for text in _HIDING if where.startswith(text, place)), ""):
+            raise BadInput(f"a condition has no {hiding} outside of a text: {where}")
+        else:
+            depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        place += 1
+    if depth or quote:
+        raise BadInput(f"a bracket or a quote of the condition has no partner: {where}")
+
 
 def _partition(client: TracesClient, choice: Choice, end: Position) -> Iterator[_Row]:
     first = min(_start(state, end.partition) for state in choice.runs)
     for start in range(first, end.offset, _OFFSETS_AT_ONCE):
         where = f"partition = {end.partition} AND offset >= {start} AND offset < {start + _OFFSETS_AT_ONCE}"
-        for (found,) in client.sql(_statement(choice.condition, where))["rows"]:
+        for (found,) in client.sql(statement(choice, where))["rows"]:
             for offset, group, index, is_infra in found:
                 yield end.partition, int(offset), int(group), int(index), bool(is_infra)
 
 
-def _statement(condition: str, place: str) -> str:
+def statement(choice: Choice, place: str) -> str:
+    """The question about one part of one partition."""
     # One row: a list is not cut at the number of rows that SQL returns at most.
     return (
         "SELECT groupArray((offset, toString(cityHash64(run_id, group_id)), index, ended_by = 'infra_error')) FROM "
         "(SELECT t.*, o.reward AS reward, o.passed AS passed, o.excluded AS excluded, o.scorer_set AS scorer_set "
-        f"FROM (SELECT * FROM trajectories WHERE {place}) AS t "
+        # The runs inside: no condition can lead out of them.
+        f"FROM (SELECT * FROM trajectories WHERE {choice.in_runs} AND {place}) AS t "
         "LEFT JOIN outcomes AS o ON t.run_id = o.run_id AND t.attempt_id = o.attempt_id) AS chosen "
-        f"WHERE {condition}"
+        f"WHERE {choice.where or '1'}"
     )
 
 

@@ -5,6 +5,7 @@ field/version             layout of the folder; a folder with another layout is 
      /lock                held by the guard of the field's stack while the stack runs
      /log/ blobs/ traces/     Kafka, blobs, ClickHouse; unused where the config names servers elsewhere
      /logs/               output of kafka, registry and traces
+     /targets/            addresses of all programs that run here, for Prometheus (deploy/monitoring)
      /runs/latest         link to the run that was started or resumed here last
      /runs/<run id>/      a cache: a run is resumed from the log, without any of these files
            version, lock, logs/

@@ -52,8 +52,20 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def targets_of(folder: Path) -> Path:
+    """Where the programs of the stack in this folder tell Prometheus their addresses: one folder for field and runs."""
+    # Prometheus expands * in the last part of a path alone, so the files of all runs lie side by side.
+    return (folder.parent.parent if folder.parent.name == "runs" else folder) / "targets"
+
+
+def target_file(folder: Path, worker: str) -> Path:
+    """The file of one program. Its name begins with that of its run."""
+    return targets_of(folder) / f"{folder.name}--{worker.replace('/', '-')}.json"
+
+
 def sweep(folder: Path) -> list[int]:
-    """Kills every process of the stack in this folder, except this one; returns their ids. Blocks for 10 s at most."""
+    """Kills every process of the stack in this folder, except this one, and removes their target files; returns their ids.
+    Blocks for 10 s at most."""
     killed: list[int] = []
     until = time.monotonic() + _SWEEP_SECONDS_MAX
     # A process may have forked just before it was killed: look again until none is found.
@@ -62,6 +74,9 @@ def sweep(folder: Path) -> list[int]:
             _kill(pid)
         killed += [pid for pid in found if pid not in killed]
         time.sleep(0.05)
+    # Those that were killed could not do it, and Prometheus would report them as down for ever.
+    for file in targets_of(folder).glob(f"{folder.name}--*.json"):
+        file.unlink(missing_ok=True)
     return killed
 
 

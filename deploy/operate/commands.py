@@ -241,6 +241,7 @@ def redrive(
 
     Examples:  replayground dead-letters redrive 3 4  ·  replayground dead-letters redrive --all --stage score
     """
+    from replayground.deploy.operate.acts import note
     from replayground.deploy.operate.dead_letters import dead_letters as found
     from replayground.deploy.operate.dead_letters import redrive as write_again
     from replayground.deploy.operate.dead_letters import select
@@ -251,6 +252,7 @@ def redrive(
         letters = found(log, stage, None if run is None else _id_of(log, run))
         taken = letters if every else select(letters, numbers or [])
         write_again(log, taken)
+        note(log, "dead-letters redrive", f"{len(taken)} messages were written again")
     echo(f"{len(taken)} messages were written again")
 
 
@@ -269,6 +271,7 @@ def sweep_blobs(
     Examples:  replayground blobs sweep --dry-run  ·  replayground blobs sweep --grace-hours 72
     """
     from replayground.deploy.field import open_field
+    from replayground.deploy.operate.acts import note
     from replayground.deploy.operate.sweep import sweep
     from replayground.deploy.run_lifecycle import log_of
     from replayground.schemas.blobs import open_blobs
@@ -276,6 +279,8 @@ def sweep_blobs(
     with open_field(field, echo_error) as (_, resolved), log_of(resolved) as log:
         store = open_blobs(resolved.run_of("operator"))
         swept = sweep(log, log.codec, store, grace_hours, time.time(), dry_run=dry_run, tell=echo)
+        if not dry_run:
+            note(log, "blobs sweep", f"{len(swept.removed):,} blobs of {swept.size_bytes:,} bytes were removed")
     for blob in swept.removed if dry_run else ():
         echo(f"{blob.path}  {blob.size_bytes:,} bytes")
     done = "would be removed" if dry_run else "removed"

@@ -63,7 +63,8 @@ def rescore(
 ) -> None:
     """Judge the trajectories of old runs again, as a run of its own with rewards, groups and batches.
 
-    The old rewards stay as they are. Without --scorer, tasks are judged by the scorers that they name, as the code is now.
+    The old rewards stay as they are. Without --scorer, tasks are judged by the scorers that they name,
+    with the job's code as it was when the run began and built-in ones as they are now; give changed code with --scorer.
     Times are local unless they name a zone. What is chosen is compared within its group, however few of it are left.
     Ctrl-C stops it, and `replayground resume` goes on with it. `replayground retrain` learns from the result.
 
@@ -76,7 +77,7 @@ def rescore(
     from replayground.deploy.run_lifecycle import log_of
     from replayground.deploy.runs import find_run, list_runs
 
-    chosen = parse_scorers(scorer or [])
+    workers, chosen = _workers(processes), parse_scorers(scorer or [])
     condition = _condition(where, failed_only, since, until)
     if follow and (condition or selection or dry_run):
         raise BadInput(
@@ -96,12 +97,12 @@ def rescore(
             return
         with _resumable():
             state = start(log, resolved, asked)
-            done = _rescored(log, folder, resolved, state, processes)
+            done = _rescored(log, folder, resolved, state, workers)
         _report(done, is_dry=False)
 
 
 def _rescored(
-    log: "KafkaLog", folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState", processes: int
+    log: "KafkaLog", folder: "FieldFolder", resolved: "ResolvedConfig", state: "RunState", workers: int
 ) -> "RescoreResult":
     from replayground.deploy.experience.rescoring import go_on
     from replayground.deploy.experience.runs import ended_on_log
@@ -109,7 +110,7 @@ def _rescored(
     with ended_on_log(log, state):
         echo(f"rescoring as {state.run_id}")
         with shown_progress("judging") as show:
-            return go_on(log, folder, resolved, state, processes or os.cpu_count() or 1, show)
+            return go_on(log, folder, resolved, state, workers, show)
 
 
 def retrain(
@@ -153,25 +154,27 @@ def retrain(
     from replayground.deploy.runs import find_run, list_runs
     from replayground.streams.rules.lineage import played_in
 
-    chosen = parse_scorers(scorer or [])
+    workers, chosen = _workers(processes), parse_scorers(scorer or [])
     overrides = _settings(setting or [])
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
         source = find_run(list_runs(log).values(), run)
         retraining.require_settings(source, overrides)
-        if scorer:
-            asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
-            with _resumable():
-                source = rescoring.start(log, resolved, asked)
-                done = _rescored(log, folder, resolved, source, processes)
-            _report(done, is_dry=False)
-        first = _version(begin, list_runs(log).values(), source.run_id)
+        # All that can be wrong, before the rescoring writes anything.
+        first = _version(begin, list_runs(log).values(), retraining.weights_run_of(log, source))
+        if first is not None:
+            retraining.require_version(log, first)
         selected, is_new = None, False
         if where or selection:
             states = list_runs(log)
             origins = [states[name] for name in played_in(states, source.run_id)]
             selected, is_new = _selected(log, resolved, origins, where, selection)
-        chosen_id = "" if selected is None else selected.meta.id
-        request = retraining.ask(log, source, begin=first, until=until, selection=chosen_id, is_followed=follow)
+        if scorer:
+            asked = rescoring.ask(log, folder, resolved, [source], chosen, is_forced=force)
+            with _resumable():
+                source = rescoring.start(log, resolved, asked)
+                done = _rescored(log, folder, resolved, source, workers)
+            _report(done, is_dry=False)
+        request = retraining.ask(log, source, begin=first, until=until, selected=selected, is_followed=follow)
         with _resumable():
             state = retraining.start(log, source, request, overrides, force, selected if is_new else None)
             with ended_on_log(log, state):
@@ -214,6 +217,8 @@ def sft(
         raise BadInput("name the weights to begin with: --from RUN or --from RUN:VERSION")
     if not where and not selection:
         raise BadInput("say what to learn from: --where with a condition, or --selection")
+    if selection and run:
+        raise BadInput("--selection names trajectories already: leave out --run")
     overrides = _settings(setting or [])
     with open_field(field, echo_error) as (folder, resolved), log_of(resolved) as log:
         states = list_runs(log)
@@ -347,6 +352,14 @@ def _resumable() -> Iterator[None]:
         raise typer.Exit(130) from stopped
 
 
+def _workers(processes: int) -> int:
+    """How many processes are meant. Raises BadInput."""
+    # With none of them a replay would be done at once, and nothing judged.
+    if processes < 0:
+        raise BadInput(f"--processes {processes}: give how many, or 0 for one for each core")
+    return processes or os.cpu_count() or 1
+
+
 def _settings(given: list[str]) -> dict[str, object]:
     """SETTING=VALUE pairs; values as TOML writes them, or plain words. Raises BadInput."""
     import tomllib
@@ -447,7 +460,11 @@ def _selected(
     if selection:
         if where:
             raise BadInput("--selection names trajectories already: leave out --where and the like")
-        return find_selection(log, selection), False
+        found, wanted = find_selection(log, selection), {state.run_id for state in sources}
+        # An older one that names no runs is of all.
+        if found.runs and wanted.isdisjoint(found.runs):
+            raise BadInput(f"selection {found.name} has trajectories of {', '.join(found.runs)} alone")
+        return found, False
     return find(log, resolved, Choice(sources, where), f"selection-{new_id()[:13]}", THE_FIELD), True
 
 
@@ -485,10 +502,18 @@ class _Lines:
         if now - self._said < _LINE_SECONDS:
             return
         self._said = now
-        rate = done / max(1e-9, now - self._began)
-        left = (total - done) / rate if rate else 0.0
-        share = f"{done / total:.0%}" if total else ""
-        echo_error(f"{self._what} {share}  {rate:,.0f}/s  {left:.0f} s left  {detail}")
+        echo_error(progress_line(self._what, done, total, now - self._began, detail))
+
+
+def progress_line(what: str, done: int, total: int, seconds: float, detail: str) -> str:
+    """Share, rate and remaining time of work that has taken so many seconds; without the last two once all is done."""
+    if done >= total:
+        return f"{what} 100%  {detail}" if total else f"{what}  {detail}"
+    rate = done / max(1e-9, seconds)
+    # Steps of a trainer take seconds: a rate of 0/s would say nothing.
+    shown = f"{rate:,.0f}/s" if rate >= 1 else f"{60 * rate:.0f}/min"
+    left = f"  {(total - done) / rate:.0f} s left" if rate else ""
+    return f"{what} {done / total:.0%}  {shown}{left}  {detail}"
 
 
 def _report(result: "RescoreResult", is_dry: bool) -> None:

@@ -23,7 +23,10 @@ def export(
     ] = "parquet",
     run: Annotated[list[str] | None, typer.Option("--run", help="Only these runs; may be repeated.")] = None,
     selection: Annotated[
-        str | None, typer.Option("--selection", help="Only the trajectories of this selection (`replayground select`).")
+        str | None,
+        typer.Option(
+            "--selection", help="Only the trajectories of this selection (`replayground select`), and their rewards."
+        ),
     ] = None,
     first: Annotated[int, typer.Option("--from", min=0, help="Only offsets from this one on, in each partition.")] = 0,
     following: Annotated[
@@ -32,12 +35,16 @@ def export(
     spans: Annotated[
         bool, typer.Option("--spans", help="Also write turns and tool calls as OpenTelemetry spans (OTLP as JSON).")
     ] = False,
+    curves: Annotated[
+        list[str] | None, typer.Option("--curves", help="Also write the curves: tensorboard, wandb; may be repeated.")
+    ] = None,
     field: Field = FIELD,
 ) -> None:
     """Write trajectories and rewards from the log to files, with a manifest. Started again, it goes on where it ended.
 
     Examples:  replayground export out trajectories --format datasets  ·  replayground export out --run 20260713 --format jsonl
     """
+    from replayground.deploy.experience.curves import FORMATS, export_curves
     from replayground.deploy.experience.exporting import Export, ExportQuery, require_kinds
     from replayground.deploy.experience.spans import export_spans
     from replayground.deploy.operate.requests import operator_log, run_on_log
@@ -45,6 +52,8 @@ def export(
     wanted = require_kinds(kinds or [])
     if form not in _FORMS:
         raise BadInput(f"there is no format {form}; there are: {', '.join(_FORMS)}")
+    if unknown := set(curves or ()) - set(FORMATS):
+        raise BadInput(f"there are no curves for {min(unknown)}; there are: {', '.join(FORMATS)}")
     with operator_log(field, echo_error) as log:
         runs = tuple(sorted(run_on_log(log, beginning) for beginning in run or []))
         selected, chosen = _selected(log, selection)
@@ -60,6 +69,9 @@ def export(
         if spans:
             written = export_spans(log, to / "spans.jsonl", frozenset(runs), _progress)
             echo(f"{written} traces in {to / 'spans.jsonl'}")
+        if curves:
+            drawn = export_curves(log, to, curves, frozenset(runs), _progress)
+            echo(f"curves of {drawn} runs in {', '.join(str(to / form) for form in curves)}")
     echo(f"{manifest.records} records in {len(manifest.files)} files in {to}")
 
 

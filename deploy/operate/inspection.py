@@ -1,5 +1,6 @@
 """The commands that show the field and its runs: status, runs, logs, sql, report."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -131,7 +132,7 @@ def sql(
     if (statement is None) == (query is None):
         raise BadInput("give one SELECT, or --query NAME; `replayground sql --list` shows the saved ones")
     _require_format(form, output)
-    text = statement if statement is not None else queries.read(query or "")
+    text = statement if statement is not None else _saved_text(queries, field, query or "")
     answer = select(field, f"EXPLAIN indexes = 1 {text}" if explain else text, run, echo_error)
     if save is not None:
         # Only what was answered is kept: a statement with a mistake would be found much later.
@@ -140,6 +141,19 @@ def sql(
     if answer.get("truncated"):
         echo_error(f"only the first {len(answer['rows'])} rows are returned ([traces] sql_rows_max)")
     _show_answer(answer, form, output)
+
+
+def _saved_text(queries: "SavedQueries", field: Path, name: str) -> str:
+    """A statement that was kept by command or, with another name, on the page. Raises BadInput."""
+    from replayground.deploy.operate.requests import select
+
+    # What is no name of either is refused before it becomes a part of a statement.
+    if name not in queries.names() and re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", name):
+        asked = f"SELECT kind, where_sql FROM events WHERE type = 'QuerySaved' AND name = '{name}' ORDER BY offset DESC LIMIT 1"
+        for kind, text in select(field, asked, None, echo_error)["rows"]:
+            if kind != "removed":
+                return str(text)
+    return queries.read(name)
 
 
 def _require_format(form: str, output: Path | None) -> None:
@@ -269,7 +283,8 @@ def _row_of(run: "RunEntry") -> tuple[str, ...]:
 
     started = datetime.fromtimestamp(run.started_at / 1e6).strftime("%Y-%m-%d %H:%M")
     pass_at_1 = "" if run.pass_at_1 is None else f"{run.pass_at_1:.3f}"
-    steps = steps_text(run.steps, run.steps_target)
+    # A replay and an evaluation take no steps.
+    steps = "" if run.kind in ("replay", "eval") else steps_text(run.steps, run.steps_target)
     job = "/".join(Path(run.job).parts[-2:])
     return run.run_id, job, str(run.seed), run.state, steps, pass_at_1, started, run.started_by
 

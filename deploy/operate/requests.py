@@ -14,6 +14,7 @@ import msgspec
 
 from replayground.deploy.field import Say, open_field, running_field
 from replayground.deploy.local.folder import FieldFolder, is_locked
+from replayground.deploy.operate.acts import note
 from replayground.deploy.operate.tail import EventFilter, tail
 from replayground.deploy.resolve import ResolvedConfig
 from replayground.deploy.run_lifecycle import log_of, resolved_run
@@ -77,7 +78,9 @@ def submit_lines(path: Path, lines: Iterable[bytes], run: str | None, source: st
         # The config of the run from the log, since the run may have been started on another machine.
         told = resolved_run(folder, on, active_run(list_runs(log), run))
         sampling = told.config.feeder.sampling
-        return told.run_id, submit(lines, told.run_of("operator"), log, sampling=sampling, source=source)
+        submitted = submit(lines, told.run_of("operator"), log, sampling=sampling, source=source)
+        note(log, "submit", f"{submitted.submitted:,} tasks to {told.run_id}")
+        return told.run_id, submitted
 
 
 @contextmanager

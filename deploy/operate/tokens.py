@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from replayground.deploy.options import FIELD, Field, console, echo
+from replayground.deploy.options import FIELD, Field, console, echo, echo_error
 from replayground.deploy.terminal_text import cells, printable
-from replayground.schemas.errors import BadInput
+from replayground.schemas.errors import BadInput, ReplaygroundError
 from replayground.schemas.ids import now_microseconds
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def add(
     for known in ROLES:
         if known == role:
             print(printable(_file_of(field).add(name, known, now_microseconds())))
+            _note(field, "tokens add", f"{name} as {known}")
             return
     raise BadInput(f"there is no role {role}; there are: {', '.join(ROLES)}")
 
@@ -64,7 +65,21 @@ def revoke(name: Name, field: Field = FIELD) -> None:
     Example:  replayground tokens revoke alice
     """
     _file_of(field).revoke(name, now_microseconds())
+    _note(field, "tokens revoke", name)
     echo(f"{name} has no token any more")
+
+
+def _note(field: Path, action: str, detail: str) -> None:
+    """Who did it, on the log; a token works or is refused without one, too."""
+    from replayground.deploy.field import running_field
+    from replayground.deploy.operate.acts import note
+    from replayground.deploy.run_lifecycle import log_of
+
+    try:
+        with log_of(running_field(field)[1]) as log:
+            note(log, action, detail)
+    except ReplaygroundError as error:
+        echo_error(f"done, and not written on the log: {error}")
 
 
 def _file_of(field: Path) -> "TokenFile":

@@ -130,6 +130,18 @@ def import_verdicts(
         opened.finish(given)
 
 
+@verdicts.command(name="count")
+def count_given(run: _OfRun = None, scorer: _Scorer = "", field: Field = FIELD) -> None:
+    """Make rewards of the verdicts that were given on the page to a run that is over. An active run counts them itself.
+
+    Example:  replayground verdicts count --run 2026
+    """
+    with _open_queue(field, run, scorer) as opened:
+        if opened.state.is_active:
+            echo(f"{opened.state.run_id} is active: its program judge counts verdicts")
+        opened.finish(1)
+
+
 @verdicts.command(name="agreement")
 def show_agreement(run: _OfRun = None, scorer: _Scorer = "", field: Field = FIELD) -> None:
     """Show how far annotators agree beyond chance: Krippendorff's alpha, 1 = perfectly, 0 = as by chance.

@@ -136,6 +136,10 @@ def prepare_and_execute(request: dict[str, Any]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Ctrl-C at a terminal is for the worker alone.
     os.setsid()
+    # With 0 a program of the host that collects core dumps would still be run; 1 is the value by which the kernel does not.
+    # Without root a hard limit of 0 stays.
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     if request["user"] is not None:
         mount_disk(request["disk_options"], request["user"], request["libraries"], request["devices"])
         # Groups, then gid, then uid: without uid 0 the others could no longer be changed.

@@ -62,6 +62,8 @@ LIBRARIES = "/opt/libraries"
 SESSION_SOCKET = 3
 # Used inside gVisor, where the runner is root of gVisor's kernel; in bubblewrap all processes have one uid.
 SESSION_USER = 65534
+# The session of the workbench (workbench.py) in which it looks at the world when the agents have ended.
+CHECKS = "(checks)"
 # Above the numbers that a tool process keeps, which closes all up to this one.
 HOST_SOCKET = 100
 PR_SET_DUMPABLE, PR_SET_SECCOMP = 4, 22
@@ -140,7 +142,6 @@ def harden() -> None:
     sys.stdout, sys.stderr = line_writer(1), line_writer(2)
     OUTPUTS.extend((sys.stdout, sys.stderr))
     set_dumpable(False)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def set_dumpable(dumpable: bool) -> None:
@@ -259,7 +260,8 @@ class Runner:
             self.switch_to(name)
         self.active = name
         if name not in self.sessions:
-            self.sessions[name] = start_tool_process(self.tools, self.limits, self.number_of(name))
+            number = self.number_of(name)
+            self.sessions[name] = start_tool_process(self.tools, self.limits, number, self.user_of(number))
         # Zombies count against RLIMIT_NPROC, and pid 1 is the parent of every orphan.
         bury_orphans({session.pid for session in self.sessions.values()})
         session = self.sessions[name]
@@ -274,6 +276,11 @@ class Runner:
             os.chmod(WORK, 0o777)
             os.chmod(TEMPORARY, 0o777)
         return self.numbers.setdefault(name, len(self.numbers) + 1)
+
+    def user_of(self, number: int) -> int:
+        """Of a session in gVisor: each agent has one, and checks that of the agent if there was only one without a name,
+        whose files and folders they would otherwise not be able to change."""
+        return SESSION_USER - (0 if self.numbers.keys() <= {CHECKS} else number)
 
     def switch_to(self, name: str) -> None:
         """Stop every process but those of this session."""
@@ -378,7 +385,7 @@ def rehearse() -> None:
 
 
 def stop_everything() -> set[Identity]:
-    """Stop every process but pid 1. Returns them when none of them runs any more; what cannot be stopped is killed.
+    """Stop every process but pid 1. Returns them when none of them runs any more.
 
     One that is just ending would otherwise wake others by its end: the kernel continues the stopped processes of a group
     that loses its last tie to its session."""
@@ -386,12 +393,9 @@ def stop_everything() -> set[Identity]:
     while True:
         signal_everything(_signal.SIGSTOP)
         living = living_processes()
-        running = [pid for (pid, _), stands_still in living.items() if not stands_still]
-        if not running:
+        # What still has not stopped by then waits for a busy CPU, and stops before it runs any of its own code.
+        if all(living.values()) or time.monotonic() > deadline:
             return set(living)
-        if time.monotonic() > deadline:
-            for pid in running:
-                send_signal(pid, _signal.SIGKILL)
         time.sleep(STOP_POLL_SECONDS)
 
 
@@ -402,26 +406,39 @@ def living_processes() -> dict[Identity, bool]:
     for name in os.listdir("/proc"):
         if name.isdigit() and name != "1":
             try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    # Behind the last ")", since the name of a command may hold spaces and parentheses.
-                    fields = file.read().rpartition(b")")[2].split()
+                fields = stat_fields(f"/proc/{name}/stat")
+                found[int(name), fields[STAT_START]] = is_still(fields) or threads_are_still(
+                    f"/proc/{name}/task", fields
+                )
             # It has ended since.
             except OSError:
-                continue
-            # state, flags, number of threads, start time
-            found[int(name), fields[19]] = is_still(fields[0], int(fields[6]), int(fields[17]))
+                pass
     return found
 
 
-def is_still(state: bytes, flags: int, threads: int) -> bool:
+def stat_fields(path: str) -> list[bytes]:
+    with open(path, "rb") as file:
+        # Behind the last ")", since the name of a command may hold spaces and parentheses.
+        return file.read().rpartition(b")")[2].split()
+
+
+def is_still(fields: list[bytes]) -> bool:
     """Whether a process that was stopped runs none of its code, and will not end by itself."""
-    # A first thread that has ended is shown as a zombie while the others live.
+    state = fields[STAT_STATE]
     if state == b"Z":
-        return threads <= 1
+        return int(fields[STAT_THREADS]) <= 1
     # It waits in the kernel, for the end of a vfork or for a disk, and stops as soon as it leaves.
     if state == b"D":
-        return not flags & PF_EXITING
+        return not int(fields[STAT_FLAGS]) & PF_EXITING
     return state in (b"T", b"t", b"X")
+
+
+def threads_are_still(folder: str, fields: list[bytes]) -> bool:
+    """The same for a process whose first thread has ended: it is shown as a zombie while the others live."""
+    if fields[STAT_STATE] != b"Z":
+        return False
+    threads = [stat_fields(f"{folder}/{name}/stat") for name in os.listdir(folder)]
+    return all(thread[STAT_STATE] == b"Z" or is_still(thread) for thread in threads)
 
 
 def signal_everything(number: int) -> None:
@@ -617,6 +634,8 @@ REAP_SECONDS = 2.0
 # Less than the time that the host gives to a request about a file.
 STOP_SECONDS_MAX = 2.0
 STOP_POLL_SECONDS = 0.0005
+# Fields of /proc/PID/stat behind the name.
+STAT_STATE, STAT_FLAGS, STAT_THREADS, STAT_START = 0, 6, 17, 19
 PF_EXITING = 0x4
 UNASKED = "something other than a tool wrote to its socket"
 
@@ -630,15 +649,15 @@ def signal_name(number: int) -> str:
 # ----------------------------------------------------------------------------------------------- the session child
 
 
-def start_tool_process(tools: Tools, limits: dict[str, Any], number: int) -> ToolProcess:
+def start_tool_process(tools: Tools, limits: dict[str, Any], number: int, user: int) -> ToolProcess:
     """Fork the process in which all tools and all code of one agent run. It has a number where several use the
-    sandbox, otherwise 0."""
+    sandbox, otherwise 0. `user` is for gVisor."""
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
     pid = os.fork()
     if pid == 0:
         try:
             ours.close()
-            become_tool_process(theirs.detach(), limits, number)
+            become_tool_process(theirs.detach(), limits, number, user)
             serve_tools(tools, limits)
         finally:
             # The child must never return into the runner's code.
@@ -647,7 +666,7 @@ def start_tool_process(tools: Tools, limits: dict[str, Any], number: int) -> Too
     return ToolProcess(pid, ours, limits)
 
 
-def become_tool_process(connection: int, limits: dict[str, Any], number: int) -> None:
+def become_tool_process(connection: int, limits: dict[str, Any], number: int, user: int) -> None:
     """Turn the forked child into an unprivileged process: drop descriptors and uid, set limits."""
     os.dup2(connection, SESSION_SOCKET, inheritable=False)
     # Closes the host's socket before anything of the agent can run.
@@ -657,7 +676,6 @@ def become_tool_process(connection: int, limits: dict[str, Any], number: int) ->
         os.setgroups([])
         os.setresgid(SESSION_USER, SESSION_USER, SESSION_USER)
         # A uid for each agent: gVisor does not know what not being dumpable means. Files stay open to all of them.
-        user = SESSION_USER - number
         os.setresuid(user, user, user)
         os.umask(0 if number else 0o022)
         refuse_timers()

@@ -14,13 +14,13 @@ import msgspec
 from msgspec import Struct
 
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import Address, JudgementMade, TrajectoryAssembled, VerdictGiven
+from replayground.schemas.events import Address, HumanQuestion, JudgementMade, TrajectoryAssembled, VerdictGiven
 from replayground.schemas.ids import derived_id
 from replayground.schemas.run import Run
 from replayground.streams.judges.book import judgements_of
 from replayground.streams.log.protocol import Log
 from replayground.streams.rules.agreement import Level, alpha
-from replayground.streams.rules.judges import HumanVerdict, is_asked, is_on_scale
+from replayground.streams.rules.judges import HumanVerdict, is_asked, is_on_scale, question_of
 from replayground.streams.rules.judging import is_usable, judgement_id
 
 COMMENT_CHARACTERS_MAX = 10_000
@@ -170,19 +170,33 @@ class HumanQueue:
 
 def verdict_of(attempt: WaitingAttempt, annotator: str, score: float, comment: str, now: int) -> VerdictGiven:
     """The event. Raises BadInput for a score that is not on the scale, or a text that cannot be stored."""
-    judge, annotator = attempt.judge, annotator.strip()
-    low, high = judge.scale
+    question = question_of(attempt.judge)
+    return verdict_event(attempt.trajectory, attempt.address, question, annotator, score, comment, now)
+
+
+def verdict_event(
+    trajectory: TrajectoryAssembled,
+    address: Address,
+    question: HumanQuestion,
+    annotator: str,
+    score: float,
+    comment: str,
+    now: int,
+) -> VerdictGiven:
+    """As `verdict_of`, without the code of the scorer."""
+    annotator = annotator.strip()
+    scale = low, high = question.scale_low, question.scale_high
     if not annotator:
         raise BadInput("a verdict needs the name of the person who gives it")
-    if not is_on_scale(score, judge.scale):
-        raise BadInput(f"{score:g} is not on the scale of {judge.name}: {low:g} to {high:g}")
+    if not is_on_scale(score, scale):
+        raise BadInput(f"{score:g} is not on the scale of {question.scorer}: {low:g} to {high:g}")
     if len(comment) > COMMENT_CHARACTERS_MAX or len(annotator) > COMMENT_CHARACTERS_MAX:
         raise BadInput(f"a comment has at most {COMMENT_CHARACTERS_MAX} characters")
     if not (annotator + comment).isascii() and _has_half_pair(annotator + comment):
         raise BadInput("name or comment hold half of a surrogate pair, which cannot be stored")
-    meta = attempt.trajectory.meta
+    meta, scorer, version = trajectory.meta, question.scorer, question.scorer_version
     changes: dict[str, Any] = {
-        "id": derived_id("VerdictGiven", meta.run_id, meta.id, judge.name, judge.version, annotator, score, comment),
+        "id": derived_id("VerdictGiven", meta.run_id, meta.id, scorer, version, annotator, score, comment),
         "category": "verdict",
         "topic": "judgements",
         "sender": annotator,
@@ -192,9 +206,9 @@ def verdict_of(attempt: WaitingAttempt, annotator: str, score: float, comment: s
     }
     return VerdictGiven(
         meta=msgspec.structs.replace(meta, **changes),
-        trajectory=attempt.address,
-        scorer=judge.name,
-        scorer_version=judge.version,
+        trajectory=address,
+        scorer=scorer,
+        scorer_version=version,
         annotator=annotator,
         score=score,
         comment=comment,

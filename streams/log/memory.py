@@ -69,6 +69,9 @@ class MemoryLog:
     def flush(self, timeout_seconds: float = 30.0) -> None:
         """Does nothing: every append is acknowledged at once."""
 
+    def forget_failure(self) -> None:
+        """Does nothing: it never fails."""
+
     def reader(
         self,
         topics: Sequence[str],

@@ -8,6 +8,7 @@ would never write the missing events.
 
 from collections.abc import Sequence
 
+from replayground.schemas.errors import BadInput
 from replayground.schemas.events import Meta, Position, SnapshotTaken
 from replayground.schemas.ids import new_id
 from replayground.schemas.run import Run
@@ -18,6 +19,23 @@ _EVENTS_MAX = 1000
 
 def newest_snapshot(log: Log, run: Run, code_version: str) -> SnapshotTaken | None:
     """The newest snapshot of run.program in this run, if the same fold made it; else None. Raises LogUnavailable."""
+    newest = _newest(log, run)
+    return newest if newest is not None and newest.code_version == code_version else None
+
+
+def snapshot_to_continue(log: Log, run: Run, code_version: str) -> SnapshotTaken | None:
+    """The newest snapshot of run.program in this run, for a program whose snapshots alone say what it has written; None
+    without any. Raises BadInput when another fold made it, LogUnavailable."""
+    newest = _newest(log, run)
+    if newest is not None and newest.code_version != code_version:
+        raise BadInput(
+            f"{run.run_id} was begun by another release of replayground ({newest.code_version} of {run.program}, here "
+            f"{code_version}): from its start it would write everything twice. Go on with that release, or start a new run"
+        )
+    return newest
+
+
+def _newest(log: Log, run: Run) -> SnapshotTaken | None:
     # Reads to the end: compaction removes older snapshots only after a while.
     reader = log.reader(["snapshots"], start=run.start, run_id=run.run_id)
     newest: SnapshotTaken | None = None
@@ -30,7 +48,7 @@ def newest_snapshot(log: Log, run: Run, code_version: str) -> SnapshotTaken | No
                     newest = event
     finally:
         reader.close()
-    return newest if newest is not None and newest.code_version == code_version else None
+    return newest
 
 
 def snapshot(run: Run, code_version: str, positions: Sequence[Position], state: bytes, now: int) -> SnapshotTaken:

@@ -15,7 +15,7 @@ from replayground.schemas.events import BatchCut, BatchMember, Event, Position
 from replayground.schemas.ids import derived_id, now_microseconds
 from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Delivery, Log
-from replayground.streams.log.snapshots import newest_snapshot, snapshot
+from replayground.streams.log.snapshots import snapshot, snapshot_to_continue
 from replayground.streams.replay.patience import while_log_is_away
 from replayground.streams.replay.selection import PartitionSelection
 
@@ -121,7 +121,7 @@ def _copy(
     run = msgspec.structs.replace(run, program="replay-copy")
     transactor = log.transactor(f"replay-{run.run_id}-copy")
     try:
-        taken = newest_snapshot(log, run, STATE_VERSION)
+        taken = snapshot_to_continue(log, run, STATE_VERSION)
         first = next((position.offset for position in start if position.topic == _TOPIC), 0)
         state = CopyState(first) if taken is None else msgspec.msgpack.decode(taken.state, type=CopyState)
         position = Position(topic=_TOPIC, partition=0, offset=state.offset)

@@ -20,7 +20,7 @@ from replayground.schemas.topics import TOPIC_BY_NAME
 from replayground.streams.hops.groups_to_batches import STATE_VERSION as CUT_STATE_VERSION
 from replayground.streams.hops.groups_to_batches import CutGroups, CutState
 from replayground.streams.log.protocol import Log
-from replayground.streams.log.snapshots import newest_snapshot, snapshot
+from replayground.streams.log.snapshots import snapshot, snapshot_to_continue
 from replayground.streams.replay.patience import while_log_is_away
 
 STATE_VERSION = f"replay-{CUT_STATE_VERSION}"
@@ -58,7 +58,7 @@ def _cut(
     run = msgspec.structs.replace(run, program="replay-cut")
     transactor = log.transactor(f"replay-{run.run_id}-cut")
     try:
-        taken = newest_snapshot(log, run, STATE_VERSION)
+        taken = snapshot_to_continue(log, run, STATE_VERSION)
         state = CutState() if taken is None else msgspec.msgpack.decode(taken.state, type=CutState)
         batches: list[Event] = []
         for address, group in merged_groups(log, run, hop.positions(state)):

@@ -21,17 +21,20 @@ from replayground.schemas.run import Run
 from replayground.streams.hops.rewards_to_groups import GroupRewards, GroupState
 from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories
 from replayground.streams.log.protocol import Delivery, Log, Reader
-from replayground.streams.log.snapshots import newest_snapshot, snapshot
+from replayground.streams.log.snapshots import snapshot, snapshot_to_continue
 from replayground.streams.replay.patience import while_log_is_away
 from replayground.streams.replay.selection import TOPIC, PartitionSelection
 from replayground.streams.rules.advantage import AdvantageKind
 from replayground.streams.rules.scoring import versions_of
 
 STATE_VERSION = "rescoring-1"
-"of PartitionState: a snapshot of another version is ignored"
+"of PartitionState: a replay with a snapshot of another version is not gone on with"
 ATTEMPTS_REMEMBERED = 2048
 """How many attempts of a partition are remembered. The stage that assembles trajectories may write one again after it was
 killed; it repeats what it wrote since its last commit, which are fewer."""
+GROUPS_REMEMBERED = 2048
+"""How many completed groups of a partition are remembered. An attempt of a worker that was taken for dead comes minutes
+after another one has filled its member: with enough of them a group would be completed twice."""
 _POLL_EVENTS = 1000
 _POLL_SECONDS = 0.2
 # In insertion order, which follows from the log: `attempts` must stay in the order in which they came.
@@ -62,6 +65,8 @@ class PartitionState(Struct):
     "those that have not got all their members"
     attempts: dict[str, None] = {}
     "the newest ones, in the order in which they came"
+    completed: dict[str, None] = {}
+    "the newest groups that have all their members, in the order in which they were completed"
     counts: Counts = msgspec.field(default_factory=Counts)
 
 
@@ -110,9 +115,7 @@ class Rescoring:
         attempt_id = event.meta.attempt_id or event.meta.id
         if attempt_id in state.attempts:
             return True
-        state.attempts[attempt_id] = None
-        if len(state.attempts) > ATTEMPTS_REMEMBERED:
-            del state.attempts[next(iter(state.attempts))]
+        _remember(state.attempts, attempt_id, ATTEMPTS_REMEMBERED)
         return False
 
     def _as_replayed(self, event: TrajectoryAssembled, group_size: int) -> TrajectoryAssembled:
@@ -127,18 +130,24 @@ class Rescoring:
 
     def _grouped(self, state: PartitionState, reward: RewardAssigned, address: Address) -> Sequence[Event]:
         key = self._group.key(reward)
-        if key is None:
+        if key is None or key in state.completed:
             return ()
         outcome = self._group.step(state.groups.get(key), reward, address)
         assert outcome.refused is None, outcome.refused
         if outcome.events:
-            # Not remembered: a repeat of one of its trajectories never gets here.
             state.groups.pop(key, None)
+            _remember(state.completed, key, GROUPS_REMEMBERED)
             state.counts.groups += 1
             state.counts.groups_dropped += any(getattr(event, "dropped_because", None) for event in outcome.events)
         elif outcome.state is not None:
             state.groups[key] = outcome.state
         return outcome.events
+
+
+def _remember(newest: dict[str, None], name: str, count: int) -> None:
+    newest[name] = None
+    if len(newest) > count:
+        del newest[next(iter(newest))]
 
 
 type Report = Callable[[int, PartitionState], None]
@@ -160,7 +169,7 @@ def rescore_partition(
     run: Run, log: Log, fold: Rescoring, wanted: PartitionRange, report: Report, stop: threading.Event
 ) -> PartitionState | None:
     """Judges one partition. Returns the last state, or None when `stop` was set. Waits while the log is unavailable.
-    Raises Fenced, LogBroken."""
+    Raises Fenced, LogBroken, and BadInput for a replay that another release began."""
     return while_log_is_away(
         lambda: _PartitionWork(run, log, fold, wanted, report, stop).go(), stop, partition=wanted.start.partition
     )
@@ -177,7 +186,7 @@ class _PartitionWork:
         self._run = msgspec.structs.replace(run, program=f"replay-{self._partition}")
         # The transactional id before the snapshot: from here on no older process can write what this state lacks.
         self._transactor = log.transactor(f"replay-{run.run_id}-{self._partition}")
-        taken = newest_snapshot(log, self._run, STATE_VERSION)
+        taken = snapshot_to_continue(log, self._run, STATE_VERSION)
         self._state = PartitionState(wanted.start.offset)
         if taken is not None:
             self._state = msgspec.msgpack.decode(taken.state, type=PartitionState)

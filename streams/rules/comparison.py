@@ -193,10 +193,11 @@ def judgements(rewards: Iterable[RewardAssigned]) -> Iterator[JudgedAttempt]:
     for offset, of_attempt in groupby(rewards, key=lambda reward: reward.trajectory.offset):
         # The live stage repeats what it wrote since its last commit when it was killed.
         if offset > last:
-            last = offset
             by_scorer = {reward.scorer: reward for reward in of_attempt}
             rewards = list(by_scorer.values())
+            # A stage that is killed between two rewards of an attempt writes both again.
             if by_scorer.keys() >= set(rewards[0].scorers):
+                last = offset
                 yield JudgedAttempt.of(rewards)
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 import msgspec
 
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import JudgedBy, TrajectoryAssembled
+from replayground.schemas.events import HumanQuestion, JudgedBy, TrajectoryAssembled
 from replayground.schemas.job import Score, Scorer
 from replayground.streams.rules.reward import SCORE_MAX
 
@@ -86,8 +86,8 @@ class LlmJudge:
 
 @dataclass(frozen=True, kw_only=True)
 class HumanVerdict:
-    """People score an attempt with `replayground verdicts`. The score is the mean of their verdicts. Raises BadInput for
-    settings that contradict each other.
+    """People score an attempt on the page (/verdicts) or with `replayground verdicts`. The score is the mean of their
+    verdicts. Raises BadInput for settings that contradict each other.
 
     >>> from replayground import HumanVerdict
     >>> helpful = HumanVerdict(name="helpful", question="Would this answer help the customer?", annotators_min=2)
@@ -133,6 +133,24 @@ def judges_of(scorers: Iterable[Scorer] | Mapping[str, Scorer]) -> dict[str, Jud
     """The scorers that ask somebody, by name."""
     every = scorers.values() if isinstance(scorers, Mapping) else scorers
     return {scorer.name: scorer for scorer in every if isinstance(scorer, LlmJudge | HumanVerdict)}
+
+
+def questions_of(scorers: Iterable[Scorer] | Mapping[str, Scorer]) -> list[HumanQuestion]:
+    """What the scorers that ask people ask, for whoever has not their code."""
+    return [question_of(judge) for judge in judges_of(scorers).values() if isinstance(judge, HumanVerdict)]
+
+
+def question_of(judge: HumanVerdict) -> HumanQuestion:
+    low, high = judge.scale
+    return HumanQuestion(
+        scorer=judge.name,
+        scorer_version=judge.version,
+        question=judge.question,
+        scale_low=low,
+        scale_high=high,
+        annotators_min=judge.annotators_min,
+        pass_mark=judge.pass_mark,
+    )
 
 
 def is_asked(trajectory: TrajectoryAssembled) -> bool:

@@ -16,6 +16,7 @@ from replayground.schemas.events import (
     Address,
     EndReason,
     Event,
+    HumanQuestion,
     Position,
     RunEnded,
     RunFile,
@@ -58,6 +59,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     "versions of its scorers by name; empty for runs of older releases"
     request: str = ""
     "JSON of what it was asked to do, unless it practises (streams.replay.request)"
+    questions: tuple[HumanQuestion, ...] = ()
+    "what its scorers ask people; empty for runs of older releases"
 
     @property
     def is_active(self) -> bool:
@@ -127,6 +130,7 @@ def _apply_started(event: RunStarted) -> RunState:
         sources=tuple(event.sources),
         scorers=event.scorers,
         request=event.request,
+        questions=tuple(event.questions),
     )
 
 

@@ -79,6 +79,7 @@ def clickhouse_front(folder: str) -> Iterator[int]:
 
 
 def _run(connection: Any, sql: bytes, asked: dict[str, str]) -> bytes:
+    """A server has settings for one request: here they are set before it, and taken back."""
     parameters = {name.removeprefix("param_"): value for name, value in asked.items() if name.startswith("param_")}
     settings = {name: value for name, value in asked.items() if name not in _OWN and not name.startswith("param_")}
     if asked.get("database"):
@@ -87,5 +88,14 @@ def _run(connection: Any, sql: bytes, asked: dict[str, str]) -> bytes:
     if settings and text.lstrip().upper().startswith("INSERT"):
         given = ", ".join(f"{name} = '{value}'" for name, value in settings.items())
         text = text.replace(" FORMAT ", f" SETTINGS {given} FORMAT ", 1)
-    found: bytes = connection.query(text, "TabSeparated", params=parameters).bytes()
-    return found
+        settings = {}
+    form = asked.get("default_format", "TabSeparated")
+    for name, value in settings.items():
+        # A map is written without quotes, as in any SET.
+        connection.query(f"SET {name} = {value if value.startswith('{') else repr(value)}")
+    try:
+        found: bytes = connection.query(text, form, params=parameters).bytes()
+        return found
+    finally:
+        for name in settings:
+            connection.query(f"SET {name} = DEFAULT")

@@ -1,4 +1,4 @@
-"""The parts of the traces program over a log in memory with two runs on it, until standard input is closed.
+"""The parts of the traces program over a log in memory with two runs and a replay on it, until standard input is closed.
 
 A process of its own, as in life, so that the page is measured without the tests beside it.
     python -m tests.consumers.dashboard_program <folder> <port>
@@ -12,12 +12,15 @@ from replayground.consumers.config import TracesSettings
 from replayground.consumers.dashboard.web import LogSource, WebServer
 from replayground.consumers.events_to_clickhouse import TraceWriter
 from replayground.consumers.lag_watch import LagWatch
+from replayground.consumers.operations_log import OperationsWriter
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
+from replayground.schemas.events import Position
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.registry import MemoryRegistry
 from replayground.streams.log.memory import MemoryLog
 from tests.consumers.long_attempt import long_attempt
+from tests.consumers.operations import operations, replay_started, replayed
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
 
 OLDER = run_of(steps=5, demonstrations=4, run_id="run-0")
@@ -28,8 +31,15 @@ def main() -> None:
     folder, port = sys.argv[1], int(sys.argv[2])
     blobs = Blobs(f"file://{folder}/blobs")
     log = MemoryLog(Codec(MemoryRegistry(), blobs))
+    # The replay first: the newest run is the one that is shown when none is named.
+    log.append(
+        replay_started(RUN.run_id, [Position(topic="trajectories", partition=p, offset=10**6) for p in range(4)])
+    )
     SyntheticRun(OLDER, evaluation_tasks=4, ended="stopped").append_to(log)
-    SyntheticRun(RUN, evaluation_tasks=20).append_to(log)
+    for event in replayed(SyntheticRun(RUN, evaluation_tasks=20, asks_people=True).append_to(log)):
+        log.append(event)
+    for event in operations():
+        log.append(event)
     for event in long_attempt(RUN.run_id, blobs):
         log.append(event)
     settings = TracesSettings(dsn=f"chdb://{folder}/store", port=port, flush_seconds=0.1)
@@ -39,7 +49,7 @@ def main() -> None:
         LagWatch(log, ProgramMetrics()),
         threading.Event(),
     )
-    web = WebServer(store, settings, LogSource(log, lag, writer))
+    web = WebServer(store, settings, LogSource(log, lag, writer, OperationsWriter(log)))
     writing = threading.Thread(target=writer.write_until, args=(stop,))
     writing.start()
     web.start()

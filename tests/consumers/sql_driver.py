@@ -1,6 +1,7 @@
 """Runs in the jail of people's SQL, or outside of it, and answers one statement a line: [is refused, text].
 
-A process for each statement would take minutes here. The door is tried with argument `guarded`, else left out.
+A process for each statement would take minutes here. By argument: `open` leaves the door out, `guarded` does not, `door`
+runs nothing and gives what the door says, `verdicts` compares that with what it says to the formatted statement.
 """
 
 import json
@@ -34,7 +35,13 @@ def main() -> None:
     session.limit(IMPATIENT, None)
     for line in sys.stdin:
         sql = json.loads(line)
-        found = verdicts(session, sql) if kind == "verdicts" else answer(session, sql, kind == "guarded")
+        match kind:
+            case "verdicts":
+                found = verdicts(session, sql)
+            case "door":
+                found = bool(said := verdict(session, sql)), said
+            case _:
+                found = answer(session, sql, kind == "guarded")
         print(json.dumps(found), file=answers, flush=True)
     os._exit(0)
 

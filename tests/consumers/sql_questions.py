@@ -102,4 +102,69 @@ QUESTIONS = (
     "WITH (x -> x * 2) AS twice SELECT arrayMap(twice, [1, 2])",
     "SELECT run_id, count() FROM events PREWHERE type = 'TurnGenerated' WHERE tokens > 0 GROUP BY 1 ORDER BY "
     "2 DESC LIMIT 3 WITH TIES;",
+    "SELECT scorer, countIf(verdict = 'excluded') / count() AS excluded FROM rewards GROUP BY scorer",
+    "SELECT sumIf(tokens, finish_reason = 'length'), minIf(milliseconds, tokens > 0), anyIf(text, tokens > 0) FROM turns",
+    "SELECT uniqExactState(trajectory_id) AS s FROM rewards GROUP BY run_id HAVING finalizeAggregation(s) > 0",
+    "SELECT run_id, countMerge(n) FROM (SELECT run_id, countState() AS n FROM turns GROUP BY run_id, agent) GROUP BY run_id",
+    "SELECT sumOrNull(cost), avgOrDefault(cost), argMinIf(answer, cost, cost > 0) FROM trajectories",
+    "SELECT sumForEach(member_rewards), sumArray(member_rewards), avgArrayIf(member_rewards, members > 0) FROM groups",
+    "SELECT quantileBFloat16(0.5)(milliseconds), quantileTiming(0.9)(milliseconds), quantileDD(0.01, "
+    "0.9)(milliseconds) FROM turns",
+    "SELECT welchTTest(score, (toUInt64(offset) % 2)::UInt8), kolmogorovSmirnovTest(score, (toUInt64(offset) % 2)::UInt8) "
+    "FROM rewards",
+    "SELECT meanZTest(1., 1., 0.95)(score, (toUInt64(offset) % 2)::UInt8), cramersV(scorer, verdict) FROM rewards",
+    "SELECT sequenceCount('(?1)(?t<=60)(?2)')(toDateTime(time), type = 'ToolCalled', type = 'ToolObserved') FROM events "
+    "GROUP BY attempt_id LIMIT 3",
+    "SELECT retention(type = 'RolloutStarted', type = 'RolloutEnded') FROM events GROUP BY run_id",
+    "SELECT uniqUpTo(3)(scorer), uniqHLL12(id), uniqCombined64(id) FROM rewards",
+    "SELECT groupArrayMovingAvg(3)(score), groupArrayMovingSum(2)(score), groupArrayLast(2)(score) FROM rewards",
+    "SELECT groupArrayInsertAt('', 3)(scorer, 0), groupArraySample(2)(scorer), groupArrayIntersect([1, 2]) FROM rewards",
+    "SELECT intervalLengthSum(timestamp, timestamp + 1000), maxIntersections(timestamp, timestamp + 5), "
+    "deltaSumTimestamp(offset, "
+    "timestamp) FROM turns",
+    "SELECT entropy(scorer), skewPop(score), varSamp(score), stddevPopStable(score), rankCorr(score, score) FROM rewards",
+    "SELECT toStartOfFiveMinutes(time), toMonday(time), toStartOfQuarter(time), timeSlot(time), dateName('month', time) "
+    "FROM events LIMIT 1",
+    "SELECT date_trunc('hour', time), date_diff('minute', min(time) OVER (), time), addHours(time, 1), subtractDays(time, 2) "
+    "FROM events LIMIT 1",
+    "SELECT toUnixTimestamp64Milli(time), toTimeZone(time, 'Europe/Berlin'), dateTime64ToSnowflakeID(time) FROM events LIMIT 1",
+    "SELECT arrayCumSum([1, 2]), arrayDifference([1, 3]), arraySlice([1, 2, 3], 2), arrayFlatten([[1], "
+    "[2]]), arrayDotProduct([1], "
+    "[2])",
+    "SELECT arrayExists(x -> x > 1, member_rewards), arrayFirst(x -> x > 0, member_rewards), arraySort(x "
+    "-> -x, member_rewards), "
+    "arrayCount(x -> x = 1, member_rewards), arrayFilter((r, a) -> a > 0, member_rewards, "
+    "member_advantages) FROM groups LIMIT 3",
+    "SELECT arrayReduceInRanges('max', [(1, 2)], [1, 5, 2]), arrayRotateLeft([1, 2, 3], 1), arrayJaccardIndex([1, 2], [2, 3])",
+    "SELECT member_trajectories[1], member_rewards[-1], tupleElement((1, 'a'), 2), "
+    "arrayElementOrNull([1], 5) FROM groups LIMIT 1",
+    "SELECT JSONExtractString(body, 'finish_reason'), JSONExtractKeys(body), JSONHas(body, 'text'), isValidJSON(body), "
+    "simpleJSONExtractString(body, 'text'), JSONLength(body) FROM payloads LIMIT 2",
+    "SELECT JSONExtract(body, 'Tuple(text String, milliseconds Float64)').text, body::JSON.text FROM payloads "
+    "WHERE type = 'TurnGenerated' LIMIT 1",
+    "SELECT parts['exact'], mapContains(parts, 'exact'), mapValues(parts), mapExtractKeyLike(parts, 'e%') FROM rewards LIMIT 1",
+    "SELECT match(text, '[0-9]+'), extractAllGroups(text, '([a-z])([a-z])'), replaceRegexpOne(text, 'a', 'b'), "
+    "multiSearchAllPositions(text, ['a', 'b']), hasTokenCaseInsensitive(text, 'the') FROM turns LIMIT 1",
+    "SELECT lengthUTF8(text), substringUTF8(text, 1, 3), reverseUTF8(text), left(text, 3), position(text, 'a'), "
+    "startsWith(text, 'a'), trimBoth(text), soundex('x'), base64Encode('x') FROM turns LIMIT 1",
+    "SELECT wordShingleMinHash(text), ngramSearchCaseInsensitive(text, 'answer'), "
+    "stringJaccardIndex(text, 'a'), damerauLevenshteinDistance"
+    "('ab', 'ba') FROM turns LIMIT 1",
+    "SELECT ntile(4) OVER (ORDER BY score), percent_rank() OVER (ORDER BY score), dense_rank() OVER (ORDER BY score), "
+    "first_value(score) OVER (ORDER BY time), leadInFrame(score, 1, 0.) OVER (ORDER BY time) FROM rewards LIMIT 3",
+    "SELECT run_id, score FROM rewards QUALIFY row_number() OVER (PARTITION BY run_id ORDER BY score DESC) <= 2",
+    "SELECT r.run_id, b.batch_id FROM (SELECT 1 AS one, run_id FROM runs) AS r CROSS JOIN lineage AS b LIMIT 2",
+    "SELECT count() FROM turns AS a SEMI JOIN rewards AS b ON a.attempt_id = b.attempt_id AND a.run_id = b.run_id",
+    "SELECT * FROM (SELECT run_id, kind FROM steps) AS s RIGHT JOIN runs AS r ON r.run_id = s.run_id LIMIT 3",
+    "SELECT t.run_id FROM turns AS t FULL OUTER JOIN rewards AS r ON t.attempt_id = r.attempt_id LIMIT 3",
+    "SELECT run_id FROM runs WHERE run_id NOT IN (SELECT run_id FROM rejects) AND EXISTS (SELECT 1 FROM steps)",
+    "SELECT toFloat64OrZero('x'), round(1.23456, 2), roundBankers(2.5), intDiv(7, 2), 7 % 2, greatest(1, 2), clamp(5, 1, 3), "
+    "sign(-1), pow(2, 3), log1p(0.), exp2(3), erf(0.), width_bucket(5, 0, 10, 5)",
+    "SELECT version(), currentDatabase(), now() > toDateTime('2020-01-01'), today() >= "
+    "toDate('2020-01-01'), formatReadableSize(1e9), "
+    "formatReadableTimeDelta(3600), formatReadableQuantity(1e6)",
+    "EXPLAIN QUERY TREE SELECT run_id, count() FROM events GROUP BY run_id",
+    "EXPLAIN json = 1, indexes = 1 SELECT * FROM turns WHERE run_id = 'run-1'",
+    "SHOW CREATE VIEW outcomes",
+    "DESCRIBE (SELECT run_id, count() AS n FROM events GROUP BY run_id)",
 )

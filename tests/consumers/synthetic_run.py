@@ -8,6 +8,7 @@ import msgspec
 
 from replayground.schemas.events import (
     Address,
+    AlarmRaised,
     AttemptEnded,
     BatchCut,
     BatchMember,
@@ -18,6 +19,7 @@ from replayground.schemas.events import (
     EventRejected,
     GroupCompleted,
     GroupMember,
+    HumanQuestion,
     JudgementMade,
     Meta,
     Position,
@@ -61,6 +63,15 @@ BEGAN = 1_790_000_000_000_000
 SERVER = "http://127.0.0.1:8100"
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 SAMPLING = Sampling()
+QUESTION = HumanQuestion(
+    scorer="people",
+    scorer_version="1",
+    question=f"Would this help? {HOSTILE}",
+    scale_low=0.0,
+    scale_high=4.0,
+    annotators_min=2,
+    pass_mark=3.0,
+)
 
 
 def run_of(steps: int, demonstrations: int, blobs_url: str = "file:///tmp/none", run_id: str = "run-1") -> Run:
@@ -106,8 +117,10 @@ class SyntheticRun:
         seed: int = 0,
         began: int = BEGAN,
         ended: EndReason | None = "finished",
+        asks_people: bool = False,
     ) -> None:
         self.run = run
+        self._asks_people = asks_people
         self.now = began
         self._ended = ended
         self._evaluation_tasks = evaluation_tasks
@@ -140,6 +153,7 @@ class SyntheticRun:
         for step in range(1, self.run.job.steps + 1):
             yield from self._step(step)
         yield from self._evaluation(self.run.job.first_version + self.run.job.steps, 0.9, ("sampled", "greedy"))
+        yield self._alarm()
         yield self._rejected()
         if self._ended is not None:
             yield self._run_ended(self._ended)
@@ -155,6 +169,8 @@ class SyntheticRun:
             packages={"torch": "2"},
             positions=list(positions),
             started_by="ann@here",
+            scorers={"exact_match": "1"} | ({"people": "1"} if self._asks_people else {}),
+            questions=[QUESTION] if self._asks_people else [],
         )
 
     def _resumed(self) -> RunResumed:
@@ -530,7 +546,16 @@ class SyntheticRun:
 
     def _heartbeats(self, step: int, version: int) -> Iterator[Event]:
         for role, figures in (
-            ("rollouts", {"running": 32.0, "busy_seconds": 9.0 * step, "memory_bytes_peak": 2e8, "memory_bytes": 1e8}),
+            (
+                "rollouts",
+                {
+                    "running": 32.0,
+                    "sandboxes": 3.0 + step % 4,
+                    "busy_seconds": 9.0 * step,
+                    "memory_bytes_peak": 2e8,
+                    "memory_bytes": 1e8,
+                },
+            ),
             (
                 "trainer",
                 {"progress": 1.0, "busy_seconds": 1.0 * step, "memory_bytes_peak": 9e8, "version": float(version)},
@@ -547,6 +572,12 @@ class SyntheticRun:
             version=version,
             requested_by="feeder",
             reason="evaluation",
+        )
+
+    def _alarm(self) -> AlarmRaised:
+        meta = self._meta("control", "alarm")
+        return AlarmRaised(
+            meta=meta, alarm="no_batch", is_over=False, detail="no batch was cut for 301 s, 20 groups wait"
         )
 
     def _rejected(self) -> EventRejected:
@@ -566,7 +597,7 @@ class SyntheticRun:
             agent="agent",
             toolset=["python"],
             world=json.dumps({"files": {}, "tables": {"stock": "x" * 200}}),
-            scorers=["exact_match"],
+            scorers=["exact_match", "people"] if self._asks_people else ["exact_match"],
             group_size=self.run.job.group_size if session == "train" else 1,
             split="heldout" if session.startswith("eval") else "train",
             tags={"kind": "calc"},

@@ -20,13 +20,14 @@ from replayground.consumers.config import TracesSettings
 from replayground.consumers.dashboard.web import LogSource, WebServer
 from replayground.consumers.events_to_clickhouse import TraceWriter
 from replayground.consumers.lag_watch import LagWatch
+from replayground.consumers.operations_log import OperationsWriter
 from replayground.schemas.errors import BadInput
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.topics import TOPICS
 from replayground.streams.log.memory import MemoryLog
 from tests.consumers.conftest import free_port
 from tests.consumers.long_attempt import TRAJECTORY, TURNS
-from tests.consumers.synthetic_run import FIELD_RUN
+from tests.consumers.synthetic_run import FIELD_RUN, HOSTILE
 
 CHROMIUM = "/usr/bin/chromium"
 
@@ -91,6 +92,20 @@ VIEWS = [
         "/failures?run=run-1",
         "/machines?run=run-1",
     ),
+    *(
+        "/verdicts?run=run-1&annotator=eve",
+        "/verdicts?run=run-0",
+        "/alerts",
+        "/alerts?name=new",
+        "/replay",
+        "/replay?run=replay-1",
+    ),
+    *(
+        "/replay?source=run-1&scorer=exact_match&failed=yes",
+        "/sql",
+        "/trajectories?run=run-1&step=6",
+        "/flow?run=replay-1",
+    ),
     *("/sql?run=run-1", "/rejects", "/audit", f"/compare?run=run-1&left={TRAJECTORY}&right={TRAJECTORY}"),
 ]
 
@@ -111,7 +126,7 @@ def test_every_view_fits_a_phone_and_says_where_one_is(page: Page, path: str) ->
 
 def test_runs_are_side_by_side_and_chosen_by_their_boxes(page: Page) -> None:
     page.goto("/")
-    expect(page.locator("#runs tr")).to_have_count(2)
+    expect(page.locator("#runs tr")).to_have_count(3)
     expect(page.locator("#pass-plot .legend span")).to_have_text(["run-1", "run-0"])
     page.get_by_label("show run-1 in the plots").uncheck()
     expect(page).to_have_url(re.compile(r"\?compare=run-0$"))
@@ -258,11 +273,14 @@ def test_rejects_are_told_with_the_command_that_writes_them_again(page: Page) ->
     page.get_by_text("the message, 7 bytes").first.click()
     expect(page.get_by_text("b'\\x00broken'").first).to_be_visible()
     expect(page.get_by_text("replayground dead-letters redrive 2 1")).to_be_visible()
+    page.get_by_role("button", name="The 2 of this page").click()
+    expect(page.locator("#requests article").first).to_contain_text("2 messages")
+    expect(page.locator("#requests article").first).to_contain_text("waiting")
 
 
 def test_the_audit_names_people(page: Page) -> None:
     page.goto("/audit?kind=RunStarted")
-    expect(page.locator("#list article b")).to_have_text(["ann@here", "ann@here"])
+    expect(page.locator("#list article b")).to_have_text(["ann@here"] * 3)
 
 
 def test_sql_is_answered_completed_saved_and_drawn(page: Page) -> None:
@@ -279,9 +297,12 @@ def test_sql_is_answered_completed_saved_and_drawn(page: Page) -> None:
     page.get_by_label("run run-1 alone").uncheck()
     page.get_by_role("button", name="Ask").click()
     expect(page.get_by_role("cell", name="2", exact=True)).to_be_visible(timeout=20_000)
-    page.on("dialog", lambda dialog: dialog.accept("my runs"))
+    page.get_by_label("name").fill("my-runs")
     page.get_by_role("button", name="Save").click()
-    expect(page.locator("#saved")).to_contain_text("my runs")
+    expect(page.locator("#saved")).to_contain_text("my-runs", timeout=20_000)
+    page.goto("/sql")
+    page.get_by_role("button", name="my-runs").click()
+    expect(page.locator("#sql")).to_have_value("SELECT uniqExact(run_id) AS runs FROM events")
     page.get_by_role("button", name="How attempts ended").click()
     page.locator("select[name=chart]").select_option("bar")
     expect(page.locator(".bar").first).to_be_visible(timeout=20_000)
@@ -293,6 +314,158 @@ def test_a_statement_in_a_link_of_another_site_is_not_run(page: Page) -> None:
     headers = {"Sec-Fetch-Site": "cross-site"}
     answer = page.request.get("/sql", params={"sql": "SELECT 1"}, headers=headers)
     assert "the statement was not run" in answer.text()
+
+
+def waiting(page: Page) -> tuple[int, int]:
+    """Where one is in the queue, and how long it is."""
+    found = re.search(r"(\d+) of (\d+)", page.locator(".head .soft").first.inner_text())
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def test_attempts_are_judged_by_keyboard_alone(page: Page) -> None:
+    page.goto("/verdicts?run=run-1")
+    expect(page.get_by_text("Say who judges")).to_be_visible()
+    page.get_by_label("who judges").fill("eve")
+    page.keyboard.press("Enter")
+    expect(page.locator("h2").first).to_have_text(re.compile("^Would this help\\? <script>"))
+    expect(page.locator("#score")).to_be_focused()
+    first, many = page.url, waiting(page)[1]
+    page.keyboard.type("9")
+    page.keyboard.press("Enter")
+    expect(page.locator("output").first).to_have_text("9 is not on the scale of people: 0 to 4")
+    page.locator("#score").fill("")
+    page.keyboard.type("3")
+    page.keyboard.press("Tab")
+    while page.evaluate("document.activeElement.name") != "comment":
+        page.keyboard.press("Tab")
+    page.keyboard.type(f"good {HOSTILE}")
+    page.keyboard.press("Enter")
+    expect(page).not_to_have_url(first)
+    expect(page.locator("#score")).to_be_focused()
+    assert waiting(page)[1] == many - 1, "it does not come again"
+    page.keyboard.press("Escape")
+    page.keyboard.press("n")
+    expect(page.get_by_text(f"2 of {many - 1}")).to_be_visible()
+    page.get_by_role("button", name="4", exact=True).click()
+    page.get_by_role("button", name="Give").click()
+    expect(page.locator("#agreement")).to_contain_text("eve")
+    expect(page.locator("#agreement tr", has_text="eve")).to_contain_text("2", timeout=20_000)
+    page.goto("/audit?kind=VerdictGiven")
+    expect(page.locator("article", has_text="eve").first).to_contain_text("gave 4.0 for people")
+
+
+def test_a_queue_is_a_saved_query_and_agreement_is_over_what_is_shared(page: Page, address: str) -> None:
+    """Three attempts that ann has judged, in an order of their own; fay agrees with her on all but one."""
+    wanted = (
+        "SELECT trajectory_id FROM verdicts WHERE annotator = 'ann' AND run_id = 'run-1' ORDER BY trajectory_id LIMIT 3"
+    )
+    page.goto(f"/sql?use=queue&sql={wanted}")
+    page.get_by_label("name").fill("of-ann")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#saved")).to_contain_text("of-ann", timeout=20_000)
+    page.goto("/verdicts?run=run-1&annotator=fay&queue=of-ann")
+    assert waiting(page) == (1, 3)
+    rows = httpx.post(f"{address}/api/sql", json={"sql": wanted}, timeout=60).json()["rows"]
+    for score, (trajectory,) in zip((1, 1, 3), rows, strict=True):
+        assert trajectory == page.locator("input[name=trajectory]").input_value()
+        expect(page.locator("#score")).to_be_focused()
+        page.keyboard.type(str(score))
+        page.keyboard.press("Enter")
+        page.wait_for_function(
+            "shown => document.querySelector('input[name=trajectory]')?.value !== shown", arg=trajectory
+        )
+    expect(page.get_by_text("Nothing waits for you in this queue")).to_be_visible()
+    # Units (1, 1), (1, 1), (1, 3): observed 2 of 6 pairs differ, expected 10 of 30; alpha = 1 - 1 = 0.
+    expect(page.locator("#agreement")).to_contain_text("nominal 0, ", timeout=20_000)
+    expect(page.locator("#agreement")).to_contain_text("over 3 attempts")
+
+
+def test_an_alert_is_set_raised_shown_everywhere_and_removed(page: Page) -> None:
+    page.goto("/alerts")
+    page.locator("#main a", has_text="infra-errors").click()
+    expect(page.locator("textarea")).to_have_value(re.compile("infra_error"))
+    page.goto("/sql?sql=SELECT+count()+FROM+runs")
+    page.get_by_role("link", name="watch its number").click()
+    page.get_by_label("name").fill("many-runs")
+    page.locator("[name=threshold]").fill("2")
+    page.locator("[name=every_seconds]").fill("1")
+    page.get_by_role("button", name="Set").click()
+    expect(page.locator("form output")).to_have_text("an alert asks every 5 s at most")
+    page.locator("[name=every_seconds]").fill("5")
+    page.locator("textarea").fill("SELECT nothing")
+    page.get_by_role("button", name="Set").click()
+    expect(page.locator("form output")).to_contain_text("nothing", timeout=20_000)
+    page.locator("textarea").fill("SELECT count() FROM runs")
+    page.get_by_role("button", name="Set").click()
+    expect(page.locator("#list tr", has_text="many-runs")).to_contain_text("raised", timeout=30_000)
+    expect(page.locator("#history")).to_contain_text("above 2")
+    page.goto("/flow?run=run-1")
+    page.locator("#raised a", has_text="many-runs").click()
+    page.locator("#list a", has_text="many-runs").click()
+    expect(page).to_have_title("Alert many-runs · Replayground")
+    page.get_by_role("button", name="Remove").click()
+    expect(page.locator("#list tr", has_text="many-runs")).to_have_count(0)
+    expect(page.locator("#history tr", has_text="cleared").first).to_contain_text("removed", timeout=30_000)
+    expect(page.locator("#raised a")).to_have_count(0, timeout=30_000)
+
+
+def test_a_replay_is_chosen_asked_for_and_its_differences_are_shown(page: Page) -> None:
+    page.goto("/replay")
+    expect(page.get_by_text("Choose a run above.")).to_be_visible()
+    page.get_by_label("run-1 ·").check()
+    page.get_by_label("exact_match").check()
+    page.get_by_role("button", name="Show").click()
+    expect(page.locator("pre")).to_contain_text("replayground rescore --run run-1 --scorer exact_match --dry-run")
+    expect(page.get_by_label("people")).to_have_count(0)
+    page.get_by_role("button", name="Dry run").click()
+    asked = page.locator("#requests article").first
+    expect(asked).to_contain_text("dry run of run-1 by exact_match")
+    expect(asked).to_contain_text("waiting")
+    expect(page.locator("#requests")).to_contain_text("it broke <script>")
+    page.locator("#replays a").click()
+    expect(page).to_have_title("Replay replay-1 · replay-1 · Replayground")
+    expect(page.locator("#progress")).to_contain_text("162 / 162")
+    expect(page.locator("#differences")).to_contain_text("29 now pass, 0 now fail")
+    page.locator("#changes a").first.click()
+    expect(page.locator("#rewards")).to_contain_text("kinder")
+    expect(page.locator("#rewards")).to_contain_text("exact_match")
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "told"),
+    [
+        ("queries", {"name": "../../etc", "sql": "SELECT 1"}, "no name for a query"),
+        ("queries", {"name": "q", "sql": "DROP TABLE events"}, "SELECT"),
+        ("queries", {"name": "q", "sql": "SELECT 1 AS one", "use": "queue"}, "need a column trajectory_id"),
+        ("queries", {"name": "q", "use": "removed"}, "there is no saved query q"),
+        ("queries", {"name": "q", "sql": "SELECT 1", "webhook": "http://evil.example"}, "cannot be read"),
+        ("queries", {"name": "q", "sql": "x" * 300_000}, "bytes were sent"),
+        (
+            "verdicts",
+            {"run": "run-9", "trajectory": "t", "attempt": "a", "scorer": "people", "score": 1},
+            "no run run-9",
+        ),
+        (
+            "verdicts",
+            {"run": "run-0", "trajectory": "t", "attempt": "a", "scorer": "people", "score": 1},
+            "asks people",
+        ),
+        (
+            "verdicts",
+            {"run": "run-1", "trajectory": "t", "attempt": "a", "scorer": "people", "score": 1},
+            "no attempt a",
+        ),
+        ("replays", {"sources": []}, "choose the runs"),
+        ("replays", {"sources": ["replay-1"]}, "no trajectories of its own"),
+        ("replays", {"sources": ["run-1"], "scorers": ["/tmp/evil.py:x"]}, "given by command"),
+        ("redrives", {"rejects": ["none"]}, "no rejected message"),
+    ],
+)
+def test_what_is_sent_wrongly_is_refused_in_one_sentence(address: str, path: str, sent: object, told: str) -> None:
+    answer = httpx.post(f"{address}/api/{path}", json=sent, timeout=60)
+    assert answer.status_code in (400, 404)
+    assert told in answer.json()["error"]
 
 
 def test_light_and_dark_are_kept(page: Page) -> None:
@@ -343,7 +516,8 @@ def test_the_interface_answers(address: str) -> None:
 
 
 def test_the_runs_are_listed_newest_first(address: str) -> None:
-    newest, older = httpx.get(f"{address}/api/runs").json()
+    newest, older, replay = httpx.get(f"{address}/api/runs").json()
+    assert (replay["run_id"], replay["kind"], replay["state"]) == ("replay-1", "replay", "finished")
     assert (newest["run_id"], newest["state"], newest["steps"], newest["steps_target"]) == ("run-1", "finished", 12, 12)
     assert (older["run_id"], older["state"], older["steps"], older["version"]) == ("run-0", "stopped", 5, 6)
     assert (older["job"], older["kind"], older["seed"]) == ("replayground.producers.stockroom", "practise", 3)
@@ -411,7 +585,7 @@ def test_a_page_of_another_origin_can_send_nothing(page: Page, address: str, tmp
     assert sent.pop("socket") == "closed"
     assert set(sent.values()) <= {"opaque", "refused"}
     assert framed.startswith("chrome-error:")
-    for path in ("sql", "finish", "reconcile"):
+    for path in ("sql", "finish", "reconcile", "queries", "verdicts", "replays", "redrives"):
         answer = httpx.post(
             f"{address}/api/{path}", content=b'{"sql": "SELECT 1"}', headers={"Content-Type": "text/plain"}
         )
@@ -454,4 +628,8 @@ def test_a_busy_port_is_said_in_one_line(address: str, memory_log: MemoryLog, st
     settings = TracesSettings(port=int(address.rsplit(":", 1)[1]))
     writer = TraceWriter(memory_log, store, FIELD_RUN, settings, ProgramMetrics())
     with pytest.raises(BadInput, match=r"port \d+ is in use"):
-        WebServer(store, settings, LogSource(memory_log, LagWatch(memory_log, ProgramMetrics()), writer))
+        WebServer(
+            store,
+            settings,
+            LogSource(memory_log, LagWatch(memory_log, ProgramMetrics()), writer, OperationsWriter(memory_log)),
+        )

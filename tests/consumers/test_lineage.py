@@ -280,7 +280,12 @@ def test_the_cold_start_and_the_first_version(trained: Trained) -> None:
     cold = trained.lineages.of("run:1").version
     assert cold is not None
     assert cold.selection is not None
-    assert (cold.batch, cold.selection.trajectories, cold.selection.where) == (None, 12, "purpose = 'demonstrate'")
+    # Of twelve, as the step itself says: the one that was given up was not learned from.
+    assert (cold.batch, cold.selection.trajectories, cold.selection.where) == (None, 11, "purpose = 'demonstrate'")
+    assert cold.selection.trajectories == cold.step.trajectories
+    given_up = trained.lineages.of("run-demonstrate-000099").trajectory
+    assert given_up is not None
+    assert (given_up.ended_by, given_up.steps) == ("cancelled", [])
     first = trained.lineages.of("run:0").version
     assert first is not None
     assert (first.step.kind, first.batch, first.selection) == ("initial", None, None)

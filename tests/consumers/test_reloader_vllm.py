@@ -15,6 +15,7 @@ import torch
 from replayground.consumers import weights_to_vllm
 from replayground.consumers.config import ReloaderSettings
 from replayground.consumers.vllm_admin import VllmAdmin
+from replayground.producers.policy import Turn, _turn
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
 from replayground.schemas.events import ControlIssued, Meta, Probe, WeightsFile, WeightsLoaded
@@ -28,7 +29,7 @@ from replayground.trainer.batch import Episode, training_batch
 from replayground.trainer.config import GrpoSettings, LoraSettings, TrainerSettings
 from replayground.trainer.engines.torch_engine import TorchEngine
 from replayground.trainer.step import _Step
-from tests.consumers.tiny_llama import published
+from tests.consumers.tiny_llama import logprobs_of, published
 
 
 @contextmanager
@@ -226,6 +227,47 @@ def test_an_adapter_is_merged_and_what_is_sampled_from_it_at_a_temperature_is_th
             model, torch.optim.SGD([torch.zeros(1)]), training_batch([episode], 1000), GrpoSettings(), 0, 0
         ).logprobs_by(model)
     assert theta.tolist() == pytest.approx(mu, abs=1e-4)
+
+
+def test_a_turn_that_is_reloaded_in_the_middle_has_a_version_for_each_token(
+    log: MemoryLog, run: Run, settings: ReloaderSettings, vllm_url: str, vllm_blobs: Blobs
+) -> None:
+    """Reloads while one long turn is sampled; every token has the log-probability of the version that it is said to be of,
+    after all that stands before it, whoever sampled that."""
+    events = [published(run.run_id, version, vllm_blobs) for version in range(3)]
+    log.append(events[0])
+    prompt, answers = [5, 6, 7], list[Turn]()
+    with reloading(log, run, msgspec.structs.replace(settings, pause_mode="keep", skipped_versions_max=0)):
+        until(lambda: sampled_versions(vllm_url) == ["0"])
+        turns = threading.Thread(target=lambda: answers.append(long_turn(vllm_url, prompt)))
+        turns.start()
+        for event in events[1:]:
+            time.sleep(0.2)
+            log.append(event)
+            until(lambda event=event: loaded_of(log)[-1].version == event.version)  # type: ignore[misc]
+        turns.join(timeout=60)
+    (turn,) = answers
+    assert [span.version for span in turn.versions] == [0, 1, 2], "the turn was long enough to see three versions"
+    assert all(event.refusal is None for event in loaded_of(log))
+    tokens = prompt + turn.tokens
+    for span in turn.versions:
+        expected = torch.tensor(logprobs_of(span.version, tokens)[len(prompt) - 1 :][span.start : span.end])
+        assert (torch.tensor(turn.logprobs[span.start : span.end]) - expected).abs().max() < 1e-3
+
+
+def long_turn(url: str, prompt: list[int]) -> Turn:
+    params = {"max_tokens": 480, "temperature": 1.0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    answer = httpx.post(
+        f"{url}/inference/v1/generate", json={"token_ids": prompt, "sampling_params": params}, timeout=60.0
+    )
+    return _turn(answer.content)
+
+
+def test_without_the_development_mode_only_the_reloaders_endpoints_are_there(vllm_url: str) -> None:
+    call = {"method": "save_sharded_state", "kwargs": {"path": "/tmp/anywhere"}}
+    assert httpx.post(f"{vllm_url}/collective_rpc", json=call).status_code == 403
+    assert httpx.post(f"{vllm_url}/init_weight_transfer_engine", json={"init_info": {}}).status_code == 404
+    assert httpx.post(f"{vllm_url}/reset_mm_cache").status_code == 404
 
 
 def sampled_at(url: str, tokens: list[int], temperature: float) -> tuple[list[int], list[float]]:

@@ -4,6 +4,7 @@ import msgspec
 
 from replayground.consumers.clickhouse.rows import UNDECODABLE, encode_rows, event_row, undecodable_row
 from replayground.schemas.events import EVENTS, Address, AgentMessaged, Event, Meta, SnapshotTaken, TrajectoriesSelected
+from tests.consumers.operations import operations
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
 _CLASSES = {kind.__name__: kind for kind in EVENTS}
@@ -21,7 +22,7 @@ def one_of_each() -> list[Event]:
         content="over to you",
         tokens=b"\x01\x00\x00\x00",
     )
-    return [*found.values(), messaged]
+    return [*found.values(), messaged, *operations()]
 
 
 def test_the_events_tried_are_of_every_kind() -> None:

@@ -61,7 +61,8 @@ def guarded(store: Store, recipe: str) -> QueryResult:
     added = ("Set", "Identifier Native")
     assert "settings" not in recipe.lower()
     tree = [line for (line,) in store.ask(f"EXPLAIN AST {recipe}").rows if line.strip() not in added]
-    assert refusal("\n".join(tree)) is None
+    ((formatted,),) = store.ask("SELECT formatQuerySingleLine({sql:String})", {"sql": recipe}).rows
+    assert refusal("\n".join(tree), formatted) is None
     return store.ask(recipe)
 
 

@@ -17,8 +17,7 @@ VOCABULARY = 128
 
 def published(run_id: str, version: int, blobs: Blobs) -> WeightsPublished:
     """Random weights drawn from the version as seed, written as blobs."""
-    torch.manual_seed(version)
-    model = LlamaForCausalLM(_config()).float().eval()  # type: ignore[no-untyped-call]
+    model = _model(version)
     tokens = [random.Random(version).randrange(VOCABULARY) for _ in range(24)]
     return WeightsPublished(
         meta=Meta(
@@ -32,6 +31,17 @@ def published(run_id: str, version: int, blobs: Blobs) -> WeightsPublished:
         batches=[],
         probe=Probe(tokens=pack_tokens(tokens), logprobs=pack_logprobs(_logprobs(model, tokens))),
     )
+
+
+def logprobs_of(version: int, tokens: list[int]) -> list[float]:
+    """What the weights of this version give tokens 1 … n - 1."""
+    return _logprobs(_model(version), tokens)
+
+
+def _model(version: int) -> LlamaForCausalLM:
+    torch.manual_seed(version)
+    model: LlamaForCausalLM = LlamaForCausalLM(_config()).float().eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def _config() -> LlamaConfig:

@@ -30,7 +30,10 @@ def test_every_committed_config_loads(path: Path) -> None:
         ('[trainer.grpo]\nmode = "X"\n', "trainer.grpo.mode: Invalid enum value 'X'"),
         ("[trainer.grpo]\ninner_steps = 0\n", "trainer.grpo: inner_steps must be at least 1"),
         ("[job]\nstaleness_target = 9\n", "job.staleness_target must be at most"),
-        ("[trainer]\nengine = 'swift'\n", "trainer.engine swift is not part of this release: leave it out"),
+        (
+            "[trainer]\nengine = 'swift'\n[trainer.grpo]\nmode = 'icepop'\n",
+            "trainer.engine swift: mode icepop is not a part of it",
+        ),
         ("[feeder.sampling]\ntop_p = 0.9\n", "feeder.sampling.top_p must be 1 and not 0.9"),
         ("[feeder.sampling]\ntemperature = 0.0\n", "feeder.sampling.temperature must be above 0"),
         ("[job]\nversions_kept = -1\n", "versions_kept"),

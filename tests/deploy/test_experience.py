@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from msgspec.structs import replace
@@ -26,9 +27,16 @@ from replayground.deploy.resolve import ResolvedConfig, load
 from replayground.deploy.run_lifecycle import log_of
 from replayground.deploy.runs import end_positions, list_runs, started_event, write_end, write_start
 from replayground.schemas.errors import BadInput
-from replayground.schemas.events import Event, RewardAssigned, TrajectoryAssembled
+from replayground.schemas.events import (
+    Event,
+    Meta,
+    ReplayRequested,
+    RequestReported,
+    RewardAssigned,
+    TrajectoryAssembled,
+)
 from replayground.schemas.metrics import ProgramMetrics
-from replayground.schemas.run import Run
+from replayground.schemas.run import FIELD, Run
 from replayground.streams.driver import Driver
 from replayground.streams.hops.flow import hops
 from replayground.streams.log.connect import open_log
@@ -301,6 +309,9 @@ def test_retraining_makes_the_same_weights_and_a_new_scorer_others(field: Practi
     again = field.newest("retrain")
     assert field.weights(again.run_id) == {v: sha for v, sha in field.weights(RUN).items() if v >= 1}
     replay = field.newest("replay").run_id
+    # A replay has no versions: a bare number is one of the run that its first batch was for.
+    code, out, err = call("retrain", "--run", replay, "--force", "--from", "2")
+    assert (code, f"from {RUN}:2" in out) == (0, True), out + err
     code, out, err = call("retrain", "--run", replay, "--force", "--set", "trainer.grpo.mode=m2po")
     assert code == 0, err
     assert f"0 of 2 versions equal those of {RUN}" in out
@@ -463,6 +474,7 @@ REFUSED = [
     (("rescore", "--run", RUN, "--selection", "none"), "there is no selection none"),
     (("rescore", "--run", RUN, "--selection", "good", "--failed-only"), "leave out --where"),
     (("rescore", "--run", RUN, "--follow", "--dry-run"), "--follow judges all that comes"),
+    (("rescore", "--run", RUN, "--processes", "-1"), "--processes -1"),
     (("retrain", "--run", "nobody"), "there is no run nobody"),
     (("retrain", "--run", RUN, "--from", "9"), "version 9"),
     (("retrain", "--run", RUN, "--until", "9"), "lead to version 3"),
@@ -471,6 +483,12 @@ REFUSED = [
     (("retrain", "--run", RUN, "--set", "job.steps=9"), "only settings of the trainer"),
     (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--set", "trainer.nonsense=1"), "nonsense"),
     (("retrain", "--run", RUN, "--where", "colour = 1"), "colour"),
+    (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--where", "colour = 1"), "colour"),
+    (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--from", "9"), "version 9"),
+    (("retrain", "--run", RUN, "--scorer", "better.py:upside", "--selection", "none"), "no selection none"),
+    (("retrain", "--run", RUN, "--where", "purpose = 'eval' OR purpose = 'demonstrate'"), "no member of these batches"),
+    (("retrain", "--run", RUN, "--where", "1) OR (1"), "has no partner"),
+    (("sft", "--from", RUN, "--selection", "good", "--run", RUN), "leave out --run"),
     (("sft", "--from", RUN), "say what to learn from"),
     (("sft", "--where", "1"), "name the weights"),
     (("sft", "--from", f"{RUN}:9", "--where", "passed = 1"), "has no version 9"),
@@ -480,6 +498,44 @@ REFUSED = [
     (("lineage", f"{RUN}:9"), "has no version 9"),
     (("lineage", "nobody"), "neither a run nor a trajectory nobody"),
 ]
+
+
+def test_what_the_page_asks_for_is_carried_out_once(field: Practised, call: Call) -> None:
+    def asked(**sent: object) -> str:
+        answer = httpx.post(f"{field.resolved.page_url}/api/replays", json=sent, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["id"])
+
+    def reports() -> list[RequestReported]:
+        return [event for event in field.events("operations", FIELD) if isinstance(event, RequestReported)]
+
+    dry = asked(sources=[RUN], failed_only=True)
+    wrong = asked(sources=[RUN], scorers=["nobody"])
+    real = asked(sources=[RUN], scorers=["exact_match"], is_dry_run=False)
+    forgotten = ReplayRequested(
+        meta=Meta(id="long-ago", run_id=FIELD, category="replay", topic="operations", sender="ann", timestamp=1),
+        sources=[RUN],
+        scorers=[],
+        failed_only=False,
+        is_dry_run=False,
+        requested_by="ann",
+    )
+    with log_of(field.resolved) as log:
+        log.append(forgotten)
+        log.flush()
+    assert call("requests", "--once")[0] == 0
+    last = {report.request: report for report in reports()}
+    assert (last[dry].state, last[dry].run, last[dry].figures["attempts"]) == ("finished", "", 16)
+    assert (last[wrong].state, last[wrong].detail[:25]) == ("failed", "there is no scorer nobody")
+    assert (last["long-ago"].state, last["long-ago"].run) == ("failed", "")
+    replay = field.newest("replay")
+    assert (last[real].state, last[real].run, replay.reason) == ("finished", replay.run_id, "finished")
+    assert (last[real].figures["attempts"], last[real].figures["agreed"]) == (26, 26)
+    shown = httpx.get(f"{field.resolved.page_url}/replay", params={"run": replay.run_id}, timeout=60).text
+    assert "they agree on 100.00%" in shown
+    before = len(reports())
+    assert call("requests", "--once")[0] == 0
+    assert len(reports()) == before
 
 
 @pytest.mark.parametrize(("arguments", "problem"), REFUSED, ids=lambda value: " ".join(value)[:60] if value else "")

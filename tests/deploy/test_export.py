@@ -115,11 +115,16 @@ def test_runs_ranges_and_selections_limit_it(log: MemoryLog, tmp_path: Path) -> 
     few = ExportQuery(kinds=("rewards",), form="jsonl", first=1, following=3)
     Export(log, tmp_path / "range", few, None).run(nothing)
     assert {record["offset"] for record in read(tmp_path / "range", "rewards")} == {1, 2}
-    chosen = {1: lambda offset: offset == 2}
-    Export(log, tmp_path / "some", ExportQuery(kinds=("trajectories",), form="jsonl", selection="s"), chosen).run(
-        nothing
-    )
-    assert [(r["partition"], r["offset"]) for r in read(tmp_path / "some", "trajectories")] == [(1, 2)]
+    judged = [event.trajectory for event in events(log, RewardAssigned) if isinstance(event, RewardAssigned)]
+    at = judged[0]
+    chosen = {at.partition: lambda offset: offset == at.offset}
+    Export(log, tmp_path / "some", ExportQuery(kinds=BOTH, form="jsonl", selection="s"), chosen).run(nothing)
+    assert [(r["partition"], r["offset"]) for r in read(tmp_path / "some", "trajectories")] == [
+        (at.partition, at.offset)
+    ]
+    rewards = read(tmp_path / "some", "rewards")
+    assert len(rewards) == judged.count(at)
+    assert {(r["trajectory_partition"], r["trajectory_offset"]) for r in rewards} == {(at.partition, at.offset)}
 
 
 def test_a_folder_of_something_else_is_refused(log: MemoryLog, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_it_can_be_read_by_python_3_9_and_needs_only_the_standard_library() -> N
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("lock", ["requirements.lock", "sandboxes/libraries.lock"])
+@pytest.mark.parametrize("lock", ["requirements.lock", "sandboxes/libraries.lock", "trainer/swift.lock"])
 def test_the_lock_names_no_host_and_a_hash_for_everything(lock: str) -> None:
     text = (PROJECT / lock).read_text()
     assert "://" not in text

@@ -9,6 +9,7 @@ from confluent_kafka import Producer
 
 from replayground.consumers.lag_watch import expiries_of
 from replayground.deploy.operate.dead_letters import dead_letters, describe, redrive, select
+from replayground.deploy.operate.experience import progress_line
 from replayground.deploy.operate.lag import lags
 from replayground.deploy.operate.steer import control_event
 from replayground.deploy.operate.tail import EventFilter, as_json, line, tail, topics_of
@@ -195,3 +196,11 @@ def test_a_command_that_says_too_little_or_too_much_is_refused(
 ) -> None:
     with pytest.raises(BadInput, match=says):
         control_event("run-1", command, task, None, every, "", 7)
+
+
+def test_progress_says_a_rate_that_is_not_zero() -> None:
+    assert progress_line("judging", 3_000, 12_000, 2.0, "") == "judging 25%  1,500/s  6 s left  "
+    assert progress_line("training", 5, 40, 20.0, "taking step 5") == "training 12%  15/min  140 s left  taking step 5"
+    assert progress_line("training", 0, 40, 3.0, "loading") == "training 0%  0/min  loading"
+    assert progress_line("judging", 1, 1, 20.0, "comparing") == "judging 100%  comparing"
+    assert progress_line("judging", 0, 0, 1.0, "reading") == "judging  reading"

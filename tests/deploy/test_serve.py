@@ -33,7 +33,7 @@ from replayground.deploy.resolve import load_file
 from replayground.deploy.serve import end_process, serve
 folder = Path(sys.argv[1])
 program = Program("cut", "tests.deploy.programs_for_tests", "", 1, ends_when_stalled=sys.argv[2] == "hangs")
-end_process(serve(program, load_file(folder / "run.json"), sys.argv[2], folder / "stopped_because"), 2.0)
+end_process(serve(program, load_file(folder / "run.json"), sys.argv[2], folder), 2.0)
 """
 
 
@@ -49,7 +49,8 @@ class Served:
         resolved = resolve_run(RunFolder(folder / f"serve-{worker}"), on, asked, (), 0)
         (folder / "run.json").write_bytes(msgspec.json.encode(resolved))
         self.run_id = resolved.run_id
-        self._url = f"http://127.0.0.1:{resolved.health_ports['cut']}"
+        self.address = f"127.0.0.1:{resolved.health_ports['cut']}"
+        self._url = f"http://{self.address}"
         command = [sys.executable, "-c", SERVE, str(folder), worker]
         self.process = subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True)
 
@@ -87,10 +88,14 @@ def test_a_program_is_watched_while_it_runs_and_drains_when_told(tmp_path: Path,
     assert eventually(lambda: served.page("/healthz") == (200, "waiting to be stopped\n"), 60)
     assert 'replayground_events_read{program="cut",worker="works"} 7.0' in served.page("/metrics")[1]
     assert served.page("/else")[0] == 404
+    (target,) = (tmp_path / "targets").iterdir()
+    (scraped,) = json.loads(target.read_text())
+    assert scraped == {"targets": [served.address], "labels": {"run": served.run_id}}
     time.sleep(1.0)  # for some beats; they are read when it has ended, or the reader would run after them
     served.process.terminate()
     code, printed = served.ended()
     assert code == 0
+    assert not target.exists()
     assert [json.loads(line)["event"] for line in printed.splitlines()] == ["started", "health", "drained"]
     beats = heartbeats(kafka_run, served.run_id)
     last = beats[-1]

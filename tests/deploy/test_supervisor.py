@@ -110,6 +110,9 @@ def test_kill_9_leaves_no_process(folder: RunFolder, who: str) -> None:
     assert eventually(lambda: len(members(folder)) == 3)
     supervisor = int((folder.path / "supervisor.pid").read_text())
     guarding = int((folder.path / guard.PID_FILE).read_text())
+    target = guard.target_file(folder.path, "sleeper")
+    target.parent.mkdir()
+    target.write_text("[]")  # of a program that is killed with the others
     os.kill(supervisor if who == "supervisor" else guarding, signal.SIGKILL)
     if who == "supervisor":
         assert eventually(lambda: members(folder) == [])
@@ -117,6 +120,7 @@ def test_kill_9_leaves_no_process(folder: RunFolder, who: str) -> None:
         assert eventually(lambda: not psutil.pid_exists(supervisor))
     stack.stop()
     assert members(folder) == []
+    assert not target.exists()
 
 
 def test_killing_the_caller_ends_the_stack(folder: RunFolder) -> None:

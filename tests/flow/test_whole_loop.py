@@ -314,8 +314,15 @@ NOT_IN_A_SHORT_RUN = {
     # control: with versions_kept, and a refused step
     "trainer": {"read runs", "read control", "write SnapshotTaken", "write ControlIssued"},
     "reloader": {"write SnapshotTaken"},
-    "traces": {"write EventRejected"},
-    "operator": {"write TaskSubmitted", "write ControlIssued", "write TrajectoriesSelected", "write VerdictGiven"},
+    # what people decide on the page: tests/consumers/test_dashboard.py
+    "traces": {
+        *("write EventRejected", "write VerdictGiven", "write QuerySaved", "write AlertChanged"),
+        *("write ReplayRequested", "write RedriveRequested", "write OperatorActed"),
+    },
+    "operator": {
+        *("write TaskSubmitted", "write ControlIssued", "write TrajectoriesSelected", "write VerdictGiven"),
+        *("write RequestReported", "write OperatorActed", "write AlarmRaised"),
+    },
 }
 "uses that trouble, age or a person leads to; each has a test of its own"
 

@@ -392,3 +392,18 @@ async def test_infra_errors_of_a_version_are_a_figure_and_an_alarm(tmp_path: Pat
     assert [alarm["reason"] for alarm in alarms] == [
         "100.0% of the rollouts of version 3 ended by infra_error, of those before 0.0%"
     ]
+
+
+async def test_first_turns_that_do_not_come_raise_the_alarm_too(tmp_path: Path) -> None:
+    """They have no version of their own; a policy could keep its first turn from ending."""
+    field = Field(tmp_path)
+    field.log.append(await asyncio.to_thread(published, 0, field.blobs))
+    field.ask(6, purpose="train")
+    tokens = ChatFormat(tokenizer_json()).turn("<answer>45</answer>")
+    settings = msgspec.structs.replace(SETTINGS, slots=1, unverified_wait_seconds=0.0)
+    async with server(answer(("3", 0, len(tokens)), tokens=tuple(tokens)), lambda body: 500) as (url, _):
+        field.start(ScriptedBackend({}), msgspec.structs.replace(settings, servers=[url]))
+        await asyncio.to_thread(field.until, lambda: field.lag == 0)
+        await asyncio.to_thread(field.finish)
+    figures = field.program_metrics.figures()
+    assert (figures["infra_error_share"], figures["infra_errors_rising"]) == (5 / 6, 1.0)

@@ -254,6 +254,27 @@ event = struct.pack("qii", 0, signal.SIGCONT, 0) + bytes(48)
 attempt(lambda: checked(libc.timer_create(1, ctypes.create_string_buffer(event), ctypes.byref(ctypes.c_void_p()))))""",
     ),
     Attempt(
+        name="core dump",
+        tries="crash so that the program of the host that collects core dumps runs, as root and on our memory",
+        code="""
+import resource
+def collect():
+    for limit in ((0, 0), (0, 1)):
+        try: resource.setrlimit(resource.RLIMIT_CORE, limit); return limit
+        except (OSError, ValueError): pass
+    # The only value for which the kernel runs no such program.
+    return refuse("it is refused") if resource.getrlimit(resource.RLIMIT_CORE) == (1, 1) else "another limit"
+attempt(collect)""",
+        isolations=OF_THE_HOST_KERNEL,
+    ),
+    Attempt(
+        name="core scheduling",
+        tries="keep the other thread of a processor core idle",
+        code="attempt(lambda: checked(libc.prctl(62, 1, 0, 0, 0)))",
+        reported=r"refused: PermissionError",
+        isolations=OF_THE_HOST_KERNEL,
+    ),
+    Attempt(
         name="raise a limit",
         tries="allow ourselves more processes",
         code="import resource; attempt(lambda: resource.setrlimit(resource.RLIMIT_NPROC, (10000, 10000)))",

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from replayground.sandboxes.backends import lacking, open_backend
 from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
 from replayground.sandboxes.backends.scripted import ScriptedBackend
 from replayground.sandboxes.limits import MEBIBYTE, Limits
@@ -136,6 +137,20 @@ async def test_tests_run_when_the_agent_has_ended_and_are_not_there_before(pool:
     tests, _ = await found(pool, World(name="w", files=world.files, checks=(command, look)), ("terminal", wrong))
     assert tests.exit_code == 1
     assert "AssertionError" in tests.content
+
+
+@pytest.mark.parametrize("isolation", ["bubblewrap", "gvisor"])
+async def test_a_command_can_write_where_the_agent_and_the_world_have_written(isolation: str) -> None:
+    """As tests do, whose files go into a folder that the agent has made."""
+    if reason := lacking(isolation):
+        pytest.skip(reason)
+    command = "touch made/by_check there/by_check && cat made/test && echo x >> made/own"
+    check = Check(name="writes", kind="command", command=command, files={"made/test": "hidden"})
+    backend = open_backend(isolation, SHIPPED | WORLD_TOOLS, LIMITS, first_uid=311_000)
+    async with Pool(backend, 1, warm=0) as one:
+        world = world_with(check, files={"there/a": "a"})
+        (writes,) = await found(one, world, ("terminal", "mkdir made; echo mine > made/own"))
+    assert (writes.exit_code, writes.content) == (0, "hidden"), writes
 
 
 async def test_without_a_call_the_checks_see_the_files_of_the_world(pool: Pool) -> None:

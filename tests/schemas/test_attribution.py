@@ -20,6 +20,7 @@ from replayground.schemas.errors import LogUnavailable, Undecodable
 from replayground.schemas.events import EVENTS, AgentMessaged, Event, ToolObserved
 from replayground.schemas.generate import RELEASED_FOLDER, schema_of
 from replayground.schemas.registry import MemoryRegistry
+from tests.consumers.operations import operations
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 from tests.flow.synthetic import rollout
 
@@ -33,6 +34,7 @@ def samples() -> dict[type[Event], Event]:
     found = {type(event): event for event in SyntheticRun(run, evaluation_tasks=3).events()}
     meta = next(iter(found.values())).meta
     found[AgentMessaged] = AgentMessaged(meta=meta, kind="reply", content="c", tokens=b"")
+    found |= {type(event): event for event in operations()}
     assert set(found) == set(EVENTS)
     return found
 

@@ -136,6 +136,21 @@ def test_modules_beside_the_job_count(tmp_path: Path) -> None:
     assert before != version(tmp_path / "d", tables="SCALE = 1.5\n")
 
 
+def test_a_copy_elsewhere_is_the_same_whichever_of_two_equal_modules_it_imports(tmp_path: Path) -> None:
+    """A replay keeps the files of a scorer in its own folder, where the modules beside it are found by PYTHONPATH."""
+    before = version(tmp_path / "a")
+    sys.path.insert(0, str(tmp_path / "a"))
+    for name in ("job.py", "rules.py", "tables.py"):
+        (tmp_path / "b").mkdir(exist_ok=True)
+        (tmp_path / "b" / name).write_text((tmp_path / "a" / name).read_text())
+    (own,) = load_job(str(tmp_path / "b/job.py")).scorers
+    assert version_of(own) == before
+    # Another module of that name is imported than stands beside the copy.
+    (tmp_path / "b/rules.py").write_text(RULES + "more = 1\n")
+    (own,) = load_job(str(tmp_path / "b/job.py")).scorers
+    assert version_of(own) != before
+
+
 def test_it_is_the_same_in_every_process_whatever_the_hash_seed_and_the_folder(tmp_path: Path) -> None:
     expected = version(tmp_path / "a")
     code = (
@@ -208,6 +223,15 @@ def test_an_object_without_a_version_has_one_of_its_class_and_attributes(tmp_pat
     assert before != version(tmp_path / "c", changed("Own(['a'])", "Own(['b'])", text))
     assert before != version(tmp_path / "d", changed("return 1", "return 2", text))
     assert before != version(tmp_path / "e", changed("> self.limit()", "< self.limit()", text))
+
+
+def test_an_object_is_the_same_in_every_folder(tmp_path: Path) -> None:
+    text = (
+        "from pathlib import Path\n\n\nclass Own:\n    name = 'own'\n\n    def __init__(self):\n"
+        "        self.folder, self.words = Path(__file__).parent, {'a', 'b'}\n\n    def score(self, trajectory):\n"
+        "        return float(self.folder.exists())\n\n\ndef tasks(split, seed): ...\n\n\nSCORERS = (Own(),)\n"
+    )
+    assert version(tmp_path / "a", text) == version(tmp_path / "b", text)
 
 
 def test_a_declared_version_stays(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ from replayground.schemas.events import (
 from replayground.streams.hops.messages_to_trajectories import AssembleTrajectories
 from replayground.streams.hops.rewards_to_groups import GroupRewards, GroupState
 from replayground.streams.hops.trajectories_to_rewards import ScoreTrajectories, reward_event
-from replayground.streams.rules.judges import HumanVerdict, LlmJudge, judges_of
+from replayground.streams.judges.human_queue import WaitingAttempt, verdict_event
+from replayground.streams.judges.human_queue import verdict_of as given_by_command
+from replayground.streams.rules.judges import HumanVerdict, LlmJudge, judges_of, questions_of
 from replayground.streams.rules.judging import (
     UnreadableVerdict,
     chat_messages,
@@ -286,3 +288,18 @@ def test_the_id_of_a_judgement_is_that_of_attempt_and_judge() -> None:
         )
         == 4
     )
+
+
+def test_a_verdict_without_the_code_of_the_scorer_is_the_one_that_the_command_gives() -> None:
+    """The page has only what RunStarted says."""
+    (question,) = questions_of(SCORERS)
+    assert (question.scorer, question.scorer_version, question.annotators_min) == ("helpful", HELPFUL.version, 2)
+    assert (question.scale_low, question.scale_high, question.pass_mark) == (1, 5, 4)
+    attempt = trajectory_of(list(rollout(0, 0)), ("helpful",))
+    waiting = WaitingAttempt(attempt, AT, HELPFUL, {}, is_judged=False)
+    assert verdict_event(attempt, AT, question, " ann ", 3, "so so", 7) == given_by_command(
+        waiting, " ann ", 3, "so so", 7
+    )
+    for score in (0.5, 6, float("nan")):
+        with pytest.raises(BadInput, match="not on the scale of helpful: 1 to 5"):
+            verdict_event(attempt, AT, question, "ann", score, "", 7)

@@ -341,6 +341,18 @@ def test_the_comparison_counts_what_changed(log: MemoryLog) -> None:
     assert total.groups_reordered == 0, "8 rose to 7, and nothing that was better became worse"
 
 
+def test_an_attempt_whose_rewards_were_cut_short_and_written_again_is_compared_once(tmp_path: Path) -> None:
+    log = new_log(tmp_path)
+    for index in range(2):
+        append(log, rollout(0, index, group_size=2))
+    Driver(log, hops((), "centred"), RUN_ID).run_until_caught_up()
+    one, two = (replace(event, scorers=["a", "b"]) for event in on(log, "rewards", RUN_ID))
+    assert one.trajectory.offset < two.trajectory.offset
+    a, b = ([replace(event, scorer=name) for event in (one, two)] for name in ("a", "b"))
+    killed_between = [a[0], b[0], a[1], a[0], b[0], a[1], b[1]]
+    assert [found.offset for found in judgements(killed_between)] == [one.trajectory.offset, two.trajectory.offset]
+
+
 def test_an_attempt_that_a_judge_has_not_judged_is_not_compared(log: MemoryLog) -> None:
     judged_once = [reward for reward in rewards_of(log, RUN_ID, 0) if reward.verdict == "scored"]
     whole = [replace(reward, scorers=["exact_match", "polite"]) for reward in judged_once]
@@ -369,3 +381,33 @@ def test_a_partition_is_read_from_its_start_only(log: MemoryLog) -> None:
     state = rescore_partition(REPLAY, log, Rescoring(by), wanted, lambda partition, state: None, threading.Event())
     assert state is not None
     assert (state.counts.trajectories, state.offset) == (2, end.offset)
+
+
+def test_attempts_that_come_after_their_group_make_no_second_one(tmp_path: Path) -> None:
+    """A worker that was taken for dead ends its attempts later, after the members were filled by others."""
+    log = new_log(tmp_path)
+    for attempt in (1, 2):
+        for index, answer in enumerate(("7", "12")):
+            append(log, rollout(0, index, attempt=attempt, answer=answer, group_size=2))
+    Driver(log, hops((), "centred"), RUN_ID).run_until_caught_up()
+    assert len(on(log, TOPIC, RUN_ID)) == 4
+    assert len(on(log, "groups", RUN_ID)) == 1
+    states = rescored(log, judges())
+    (old,), (new,) = on(log, "groups", RUN_ID), on(log, "groups", REPLAY.run_id)
+    assert [member.attempt_id for member in new.members] == [member.attempt_id for member in old.members]
+    assert not any(state.groups for state in states.values())
+
+
+def test_a_replay_of_another_release_is_not_begun_again(log: MemoryLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots alone say what was written: a state that cannot be read must not count as none."""
+    rescored(log, judges())
+    before = len(on(log, "rewards", REPLAY.run_id))
+    monkeypatch.setattr("replayground.streams.replay.rescoring.STATE_VERSION", "rescoring-of-tomorrow")
+    with pytest.raises(BadInput, match="was begun by another release"):
+        rescored(log, judges())
+    cut_replay(REPLAY, log, 4, 1, lambda count: None, threading.Event())
+    batches = len(on(log, "batches", REPLAY.run_id))
+    monkeypatch.setattr("replayground.streams.replay.cutting.STATE_VERSION", "cutting-of-tomorrow")
+    with pytest.raises(BadInput, match="was begun by another release"):
+        cut_replay(REPLAY, log, 4, 1, lambda count: None, threading.Event())
+    assert (len(on(log, "rewards", REPLAY.run_id)), len(on(log, "batches", REPLAY.run_id))) == (before, batches)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from replayground.deploy.operate.sweep import sweep
@@ -205,6 +206,25 @@ def test_a_batch_for_other_weights_fails_loudly(
         while field.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
     assert isinstance(field.failure, BatchOutOfOrder)
+
+
+def test_a_batch_whose_addresses_hold_others_is_not_trained_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Else a trajectory would be learned from with the advantage of another one."""
+    field = Field(tmp_path, demonstrations=0)
+    batch = cut(field, tokenizer, 0, 0, run_id="another")
+    first, second, *rest = batch.members
+    mixed = [
+        replace(first, trajectory=second.trajectory),
+        replace(second, trajectory=first.trajectory),
+        *rest,
+    ]
+    field.log.append(replace(batch, meta=replace(batch.meta, run_id="run"), members=mixed))
+    with field.training():
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while field.failure is None and not field.steps()[1:] and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert isinstance(field.failure, LogBroken)
+    assert [step.kind for step in field.steps()] == ["initial"]
 
 
 def test_a_stop_is_heard_while_waiting(field: Field) -> None:

@@ -82,6 +82,9 @@ class Engine(Protocol):
     def probe(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens 1 … n - 1, each given the tokens before it."""
 
+    def close(self) -> None:
+        """Frees what it has loaded. It may be loaded again."""
+
 
 class Model(Protocol):
     """A causal language model with its parameters by file name."""

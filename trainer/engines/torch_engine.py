@@ -148,6 +148,9 @@ class TorchEngine:
             raise BadInput(f"{WEIGHTS} does not fit config.json: {wanted} is missing or of another shape")
         return Llama(shape, weights, adapters, self._settings.gradient_checkpointing), adapters
 
+    def close(self) -> None:
+        self._loaded = self._reference = None
+
     def _ready(self) -> tuple[Model, torch.optim.Optimizer]:
         assert self._loaded is not None, "load comes first"
         return self._loaded

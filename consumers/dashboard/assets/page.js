@@ -28,6 +28,45 @@ addEventListener("pageshow", () => {
   for (const field of document.querySelectorAll("form[method=get] :disabled")) field.disabled = false;
 });
 
+// --- actions: a form whose fields are sent as JSON, which no other site can do
+
+function fieldsOf(form) {
+  const fields = {};
+  for (const field of form.elements) {
+    if (!field.name || field.disabled || field.tagName === "BUTTON") continue;
+    if (field.dataset.kind === "list") {
+      fields[field.name] ??= [];
+      if (field.type === "checkbox" ? field.checked : field.value) fields[field.name].push(field.value);
+    } else if (field.type === "checkbox") fields[field.name] = field.checked;
+    else if (field.dataset.kind === "number") fields[field.name] = Number(field.value.replace(",", "."));
+    else fields[field.name] = field.value;
+  }
+  return fields;
+}
+
+document.addEventListener("submit", async event => {
+  const form = event.target;
+  if (!form.matches("form.post")) return;
+  event.preventDefault();
+  const fields = fieldsOf(form);
+  const pressed = event.submitter;
+  if (pressed?.name) fields[pressed.name] = pressed.dataset.kind === "flag" ? pressed.value === "yes" : pressed.value;
+  const told = form.querySelector("output");
+  const buttons = [...form.querySelectorAll("button")];
+  buttons.forEach(button => { button.disabled = true; });
+  told.textContent = "";
+  try {
+    const answer = await fetch(form.getAttribute("action"), {
+      method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(fields),
+    });
+    if (answer.ok) return location.assign(form.dataset.then || location.href);
+    told.textContent = (await answer.json()).error;
+  } catch {
+    told.textContent = "The server does not answer: nothing is known of what was sent.";
+  }
+  buttons.forEach(button => { button.disabled = false; });
+});
+
 // --- live parts
 
 function replaceLive(fresh) {

@@ -1,4 +1,4 @@
-// The SQL console: completion by the words of the page, Ctrl-Enter, and statements saved in this browser.
+// The SQL console: completion by the words of the page, Ctrl-Enter, and the statement that is saved.
 "use strict";
 
 const box = document.getElementById("sql");
@@ -57,41 +57,8 @@ box.addEventListener("keydown", event => {
   event.preventDefault();
 });
 
-// --- saved statements
+// --- saving: page.js sends the form, with the statement as it stands in the box
 
-function saved() {
-  try { return JSON.parse(localStorage.getItem("statements") ?? "{}"); } catch { return {}; }
-}
-
-function keep(statements) {
-  try { localStorage.setItem("statements", JSON.stringify(statements)); } catch { /* storage is off or full */ }
-  show();
-}
-
-function button(text, label, act) {
-  const made = document.createElement("button");
-  made.type = "button";
-  made.className = "link";
-  made.textContent = text;
-  if (label) made.setAttribute("aria-label", label);
-  made.addEventListener("click", act);
-  return made;
-}
-
-function show() {
-  const names = Object.entries(saved());
-  document.getElementById("saved").replaceChildren(...names.map(([name, statement]) => {
-    const item = document.createElement("li");
-    item.append(
-      button(name, "", () => { box.value = statement; form.requestSubmit(); }),
-      button("×", `forget ${name}`, () => { const kept = saved(); delete kept[name]; keep(kept); }));
-    return item;
-  }));
-  document.getElementById("none-saved").hidden = names.length > 0;
-}
-
-document.getElementById("save").addEventListener("click", () => {
-  const name = prompt("Save this statement as");
-  if (name) keep({ ...saved(), [name.slice(0, 80)]: box.value });
+document.getElementById("save")?.addEventListener("submit", event => {
+  event.target.elements.sql.value = box.value;
 });
-show();

@@ -9,14 +9,19 @@ from replayground.consumers.dashboard.frame import card, empty, moment, select
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
 from replayground.consumers.dashboard.views.trajectory import raw_link
+from replayground.schemas.run import FIELD
 
 _ROWS = 50
-_KINDS = ("RunStarted", "RunResumed", "RunEnded", "ControlIssued", "TrajectoriesSelected", "VerdictGiven")
+_SQL_MAX = 300
+_KINDS = (
+    *("RunStarted", "RunResumed", "RunEnded", "ControlIssued", "TrajectoriesSelected", "VerdictGiven", "QuerySaved"),
+    *("ReplayRequested", "RedriveRequested", "OperatorActed"),
+)
 _PROGRAMS = ("feeder", "scheduler", "reloader", "trainer")
 "who holds and releases weights for evaluations by itself: shown when asked for"
 _LIST = f"""
 SELECT run_id, type, topic, partition, offset, timestamp, sender, kind, job, started_by, ifNull(reason, '') AS why, command,
-       version, requested_by, annotator, scorer, score, name, trajectories, start, trajectory_id
+       version, requested_by, annotator, scorer, score, name, trajectories, start, trajectory_id, where_sql, source_runs, rejects
 FROM events
 WHERE type IN {_KINDS} AND ({{kind:String}} = '' OR type = {{kind:String}})
   AND ({{programs:UInt8}} = 1 OR type != 'ControlIssued' OR requested_by NOT IN {_PROGRAMS})
@@ -59,7 +64,10 @@ def _entry(row: Mapping[str, Any]) -> Element:
             {"class": "who"},
             el("b", _who(row)),
             el("span", moment(row["timestamp"])),
-            el("a", {"href": address(addresses.FLOW, row["run_id"]), "data-row": True}, row["run_id"]),
+            # What is done to the field belongs to no run.
+            el("a", {"href": address(addresses.FLOW, row["run_id"]), "data-row": True}, row["run_id"])
+            if row["run_id"] != FIELD
+            else None,
             raw_link(row["run_id"], row),
         ),
         el("div", _what(row)),
@@ -72,7 +80,11 @@ def _who(row: Mapping[str, Any]) -> str:
 
 def _what(row: Mapping[str, Any]) -> str:
     version = "" if row["version"] is None else f" of v{row['version']}"
-    told = {
+    told: dict[str, str] = {
+        "QuerySaved": f"kept “{row['name']}” as {row['kind']}: {row['where_sql'][:_SQL_MAX]}",
+        "ReplayRequested": f"asked for a {row['kind']} of {', '.join(row['source_runs'])}",
+        "RedriveRequested": f"asked for {len(row['rejects']):,} rejected messages to be written again",
+        "OperatorActed": f"{row['command']}: {row['why']}",
         "RunStarted": f"started a run of kind {row['kind']}: {row['job']}",
         "RunResumed": f"resumed the run, start {row['start']}",
         "RunEnded": f"the run ended: {row['why']}",

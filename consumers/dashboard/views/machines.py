@@ -11,6 +11,7 @@ from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.plot import Curve, line_plot, number
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
 from replayground.schemas.ids import now_microseconds
+from replayground.streams.rules.runs import RunState
 
 _SILENT_MICROSECONDS = 30_000_000
 _SHOWN_FIRST = ("running", "busy_share", "progress", "version", "lag")
@@ -25,20 +26,28 @@ FROM events AS told WHERE run_id = {run:String} AND type = 'WorkerSeen' GROUP BY
     ("WorkerSeen",),
     seconds=2.0,
 )
-_MEMORY = CachedQuery(
-    f"""
+
+
+def _over_time(figure: str, name: str, where: str = "1") -> CachedQuery:
+    """The largest value of a figure of heartbeats in each of _POINTS stretches of the run, by role."""
+    return CachedQuery(
+        f"""
 SELECT role, intDiv((timestamp - begun) * {_POINTS}, lasted) AS place, any(begun) + any(lasted) / {_POINTS} * place AS x,
-       max(load['memory_bytes']) / 1048576 AS mebibytes
+       max({figure}) AS {name}
 FROM
 (
     SELECT role, load, timestamp, min(timestamp) OVER () AS begun, max(timestamp) OVER () - begun + 1 AS lasted
-    FROM events WHERE run_id = {{run:String}} AND type = 'WorkerSeen'
+    FROM events WHERE run_id = {{run:String}} AND type = 'WorkerSeen' AND {where}
 )
 GROUP BY role, place ORDER BY role, place
 """,
-    ("WorkerSeen",),
-    seconds=10.0,
-)
+        ("WorkerSeen",),
+        seconds=10.0,
+    )
+
+
+_MEMORY = _over_time("load['memory_bytes'] / 1048576", "mebibytes", "mapContains(load, 'memory_bytes')")
+_SANDBOXES_OPEN = _over_time("load['sandboxes']", "sandboxes", "mapContains(load, 'sandboxes')")
 _SERVERS = CachedQuery(
     """
 SELECT server, argMaxIf(version, timestamp, isNull(refusal)) AS version, countIf(isNull(refusal)) AS loads,
@@ -64,6 +73,18 @@ GROUP BY isolation, worker ORDER BY attempts DESC LIMIT 200
     seconds=5.0,
 )
 
+# Attempts that hold a sandbox, or may: a call of a tool opens it, the end of the attempt gives it back.
+_RUNNING = CachedQuery(
+    """
+SELECT trajectory_id, attempt_id, worker, isolation, timestamp FROM events
+WHERE run_id = {run:String} AND type = 'RolloutStarted' AND attempt_id NOT IN
+(SELECT attempt_id FROM events WHERE run_id = {run:String} AND type = 'RolloutEnded')
+ORDER BY timestamp LIMIT 20
+""",
+    ("RolloutStarted", "RolloutEnded"),
+    seconds=3.0,
+)
+
 
 def view(request: ViewRequest) -> ViewContent:
     run = request.run()
@@ -76,7 +97,13 @@ def view(request: ViewRequest) -> ViewContent:
         card("Programs", _workers(ask(_WORKERS), run.is_active), name="workers"),
         card("Servers", _servers(run.run_id, ask(_SERVERS), newest), name="servers"),
         card("Sandboxes", _sandboxes(ask(_SANDBOXES)), name="sandboxes"),
-        card("Memory", _memory(ask(_MEMORY), run.started_at), name="memory"),
+        card("Attempts without an end, the oldest first", _running(run, ask(_RUNNING)), name="running"),
+        el(
+            "div",
+            {"class": "grid", "id": "plots", "data-live": True},
+            _plot("Sandboxes open", "sandboxes", ask(_SANDBOXES_OPEN), run.started_at),
+            _plot("MiB of the largest program", "mebibytes", ask(_MEMORY), run.started_at),
+        ),
     ]
     return ViewContent("Machines", body, run, 3.0 if run.is_active else 0.0)
 
@@ -158,10 +185,30 @@ def _sandboxes(rows: Sequence[Mapping[str, Any]]) -> Element:
     return table(columns, shown, columns[2:5])
 
 
-def _memory(rows: Sequence[Mapping[str, Any]], started_at: int) -> Element:
+def _running(run: RunState, rows: Sequence[Mapping[str, Any]]) -> Element:
+    if not rows:
+        return empty("None: every attempt that has begun has ended, and has given its sandbox back.")
+    now = now_microseconds()
+    shown = [
+        [
+            el("a", {"href": _address_of(run.run_id, row), "data-row": True}, str(row["trajectory_id"])[:8]),
+            row["worker"],
+            row["isolation"] or "none",
+            f"{duration(max(0, now - row['timestamp']))} ago" if run.is_active else moment(row["timestamp"]),
+        ]
+        for row in rows
+    ]
+    return table(("trajectory", "worker", "isolation", "begun"), shown)
+
+
+def _address_of(run_id: str, row: Mapping[str, Any]) -> str:
+    return address(addresses.TRAJECTORY, run_id, id=row["trajectory_id"], attempt=row["attempt_id"])
+
+
+def _plot(title: str, figure: str, rows: Sequence[Mapping[str, Any]], started_at: int) -> Element:
     roles = sorted({row["role"] for row in rows})
     curves = [
-        Curve(role, [((row["x"] - started_at) / 6e7, row["mebibytes"]) for row in rows if row["role"] == role], slot)
+        Curve(role, [((row["x"] - started_at) / 6e7, row[figure]) for row in rows if row["role"] == role], slot)
         for slot, role in enumerate(roles)
     ]
-    return el("div", {"class": "histogram"}, line_plot("MiB of the largest program", curves, x_label="minutes"))
+    return el("section", {"class": "card"}, line_plot(title, curves, x_label="minutes"))

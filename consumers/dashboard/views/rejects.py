@@ -10,11 +10,14 @@ from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
 from replayground.consumers.dashboard.frame import card, empty, hidden, moment, select
 from replayground.consumers.dashboard.markup import Element, el
+from replayground.consumers.dashboard.queries import operations
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
+from replayground.consumers.dashboard.requests import about_worker, requested
 from replayground.schemas.run import FIELD
 
 _ROWS = 40
 _BYTES_SHOWN = 400
+_REQUESTS_SHOWN = 10
 # Numbered as `replayground dead-letters` does: in the order of the topic, each message once.
 _NUMBERED = """
 SELECT run_id, id, stage, ifNull(reason, '') AS why, origin_topic, origin_partition, origin_offset, timestamp, type, topic,
@@ -50,8 +53,9 @@ def view(request: ViewRequest) -> ViewContent:
     body = [
         _filter(asked, kinds),
         card("Reasons", _reasons(kinds), name="reasons"),
-        card("Newest first", _list(rows[:_ROWS], bodies), _pages(asked, page, len(rows)), name="list"),
-        card("Write them again", _redrive(rows[:_ROWS], asked["stage"])),
+        card("Newest first", _list(request, rows[:_ROWS], bodies), _pages(asked, page, len(rows)), name="list"),
+        card("Write them again", _redrive(request, rows[:_ROWS], asked["stage"])),
+        card("Asked for on this page", _requests(request), name="requests"),
     ]
     return ViewContent(
         "Rejects", body, run, 5.0, note=f"of run {run.run_id}" if run else "of all runs, and of the field itself"
@@ -86,11 +90,11 @@ def _reasons(kinds: Sequence[Mapping[str, Any]]) -> Element:
     return el("div", {"class": "scroll", "tabindex": 0}, el("table", el("thead", head), el("tbody", rows)))
 
 
-def _list(rows: Sequence[Mapping[str, Any]], bodies: Mapping[int, Mapping[str, Any]]) -> Element:
-    return el("div", [_reject(row, bodies.get(row["offset"], {})) for row in rows])
+def _list(request: ViewRequest, rows: Sequence[Mapping[str, Any]], bodies: Mapping[int, Mapping[str, Any]]) -> Element:
+    return el("div", [_reject(request, row, bodies.get(row["offset"], {})) for row in rows])
 
 
-def _reject(row: Mapping[str, Any], body: Mapping[str, Any]) -> Element:
+def _reject(request: ViewRequest, row: Mapping[str, Any], body: Mapping[str, Any]) -> Element:
     place = {name: row[name] for name in ("type", "topic", "partition", "offset")}
     original = base64.b64decode(body.get("original", ""))
     return el(
@@ -116,6 +120,7 @@ def _reject(row: Mapping[str, Any], body: Mapping[str, Any]) -> Element:
             el("summary", f"the message, {len(original):,} bytes"),
             el("div", {"class": "text tall"}, _bytes_as_text(original)),
         ),
+        _ask(request, [row["id"]], "Write it again") if request.may_act else None,
     )
 
 
@@ -139,12 +144,35 @@ def _pages(asked: Mapping[str, str], page: int, found: int) -> Element:
     )
 
 
-def _redrive(rows: Sequence[Mapping[str, Any]], stage: str) -> Element:
+def _redrive(request: ViewRequest, rows: Sequence[Mapping[str, Any]], stage: str) -> Element:
     numbers = " ".join(str(row["number"]) for row in rows[:10])
     every = f"replayground dead-letters redrive --all{f' --stage {stage}' if stage else ''}"
     return el(
         "div",
-        el("p", "Once the cause is mended, the same messages go to their topics again, byte for byte:"),
+        el("p", "Once the cause is mended, the same messages go to their topics again, byte for byte. From here:"),
+        _ask(request, [row["id"] for row in rows], f"The {len(rows):,} of this page", about_worker(request)),
+        el("p", "Or by command:"),
         el("pre", {"tabindex": 0}, f"replayground dead-letters redrive {numbers}\n{every}"),
         empty("Safe to repeat: a stage that has taken a message knows its id."),
     )
+
+
+def _ask(request: ViewRequest, ids: Sequence[str], told: str, about: Element | None = None) -> Element:
+    """A button that asks for these messages to be written again."""
+    if not request.may_act:
+        return empty("operators may, while the log is being read.")
+    fields = [el("input", {"type": "hidden", "data-kind": "list", "name": "rejects", "value": one}) for one in ids]
+    return el(
+        "form",
+        {"class": "post", "action": "/api/redrives"},
+        fields,
+        el("div", {"class": "filters row"}, el("button", told), about),
+        el("output", {"class": "problem", "role": "status"}),
+    )
+
+
+def _requests(request: ViewRequest) -> Element:
+    rows = operations.requests(request.store, "RedriveRequested", _REQUESTS_SHOWN)
+    if not rows:
+        return empty("Nothing yet.")
+    return el("div", [requested(row, f"{len(row['rejects']):,} messages") for row in rows])

@@ -126,6 +126,8 @@ def _table(runs: Sequence[RunEntry], slots: dict[str, int]) -> Element:
 
 
 _NUMBERS = ("steps", "reward", "pass@1")
+_TRAINING = ("practise", "retrain", "sft")
+"kinds of runs that take steps"
 
 
 def _row(run: RunEntry, slot: int | None) -> Element:
@@ -142,7 +144,7 @@ def _row(run: RunEntry, slot: int | None) -> Element:
         el("td", el("a", {"href": address(addresses.FLOW, run.run_id), "data-row": True}, run.run_id)),
         el("td", el("span", {"class": f"dot {run.state}"}), run.state.replace("_", " ")),
         el("td", el("span", {"class": "short", "title": f"{run.job}, seed {run.seed}, {run.kind}"}, run.job)),
-        el("td", number, f"{run.steps} / {run.steps_target or '∞'}"),
+        el("td", number, f"{run.steps} / {run.steps_target or '∞'}" if run.kind in _TRAINING else "–"),
         el("td", number, share(run.reward_mean)),
         el("td", number, share(run.pass_at_1)),
         el("td", moment(run.started_at)[:16]),

@@ -8,9 +8,11 @@ from typing import Any
 
 from replayground.consumers.clickhouse.migrations import TABLES
 from replayground.consumers.dashboard import addresses
+from replayground.consumers.dashboard.addresses import address
 from replayground.consumers.dashboard.frame import card, empty, hidden, select
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.plot import Bar, Curve, bar_plot, line_plot
+from replayground.consumers.dashboard.queries.operations import SavedQuery, saved_queries
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
 from replayground.consumers.dashboard.web import SqlResult
 
@@ -55,7 +57,7 @@ def view(request: ViewRequest) -> ViewContent:
             more=el("span", {"class": "soft"}, "Ctrl-Enter asks"),
         ),
         _answer(request, chart),
-        el("div", {"class": "grid"}, card("Saved in this browser", _saved()), card("Examples", _examples(request))),
+        el("div", {"class": "grid"}, card("Saved", _saved(request)), card("Examples", _examples(request))),
     ]
     note = f"over run {run.run_id} alone" if run else "over all runs of the field"
     return ViewContent("SQL", [*body, _words()], run, note=note, scripts=("sql",))
@@ -83,7 +85,7 @@ def _form(request: ViewRequest, statement: str, chart: str) -> Element:
             el("button", {"class": "first"}, "Ask"),
             select("chart", "show as", _CHARTS, chart),
             el("label", {"class": "tick-box"}, el("input", only), f"run {run_id} alone") if run_id else None,
-            el("button", {"type": "button", "id": "save"}, "Save"),
+            el("a", {"href": address(addresses.ALERTS, sql=statement)}, "watch its number"),
         ),
         el(
             "details", el("summary", f"{len(TABLES)} tables and views"), el("div", {"class": "text"}, ", ".join(TABLES))
@@ -168,24 +170,58 @@ def _lines(found: SqlResult, values: Sequence[int]) -> list[Curve]:
     return [Curve(name, sorted(points), slot) for slot, (name, points) in enumerate(list(series.items())[:_SERIES_MAX])]
 
 
-def _saved() -> Element:
+def _saved(request: ViewRequest) -> Element:
+    queries = saved_queries(request.store).values()
+    none = empty("None yet. A saved statement is there for everybody; a queue is one whose trajectories people judge.")
+    rows = [el("li", _link(query.name, query.sql), _mark(query)) for query in queries]
+    return el("div", el("ul", {"id": "saved", "class": "plain"}, rows) if rows else none, _save(request))
+
+
+def _link(name: str, statement: str, run_id: str = "") -> Element:
+    form = {"method": "get", "action": addresses.SQL, "class": "inline"}
+    return el("form", form, hidden(sql=statement, run=run_id), el("button", {"class": "link"}, name))
+
+
+def _mark(query: SavedQuery) -> Element | None:
+    target = {
+        "queue": address(addresses.VERDICTS, queue=query.name),
+        "alert": address(addresses.ALERTS, name=query.name),
+    }
+    return el("a", {"class": "mark-word", "href": target[query.use]}, query.use) if query.use in target else None
+
+
+def _save(request: ViewRequest) -> Element | None:
+    """Keeps the statement in the box above; assets/sql.js takes it from there."""
+    if not request.may_act:
+        return None
+    name = {
+        "name": "name",
+        "required": True,
+        "pattern": "[a-z0-9][a-z0-9_\\-]{0,63}",
+        "size": 16,
+        "placeholder": "name",
+    }
+    uses = [el("option", {"value": use, "selected": request.text("use") == use}, told) for use, told in _USES]
     return el(
-        "div",
-        el("ul", {"id": "saved", "class": "plain"}),
+        "form",
+        {"class": "post", "id": "save", "action": "/api/queries"},
+        hidden(sql=" "),
         el(
-            "p",
-            {"class": "empty", "id": "none-saved"},
-            "None yet: Save keeps the statement above under a name of yours.",
+            "div",
+            {"class": "filters row"},
+            el("input", name | {"aria-label": "name", "title": "small letters, digits, - and _"}),
+            el("select", {"name": "use", "aria-label": "use"}, uses),
+            el("button", "Save"),
         ),
+        el("output", {"class": "problem", "role": "status"}),
     )
 
 
+_USES = (("question", "as a question"), ("queue", "as a queue for verdicts"), ("removed", "no more: remove the name"))
+
+
 def _examples(request: ViewRequest) -> Element:
-    rows = []
-    for name, statement in EXAMPLES:
-        form = {"method": "get", "action": addresses.SQL, "class": "inline"}
-        kept = hidden(sql=statement, run=request.text("run"))
-        rows.append(el("li", el("form", form, kept, el("button", {"class": "link"}, name))))
+    rows = [el("li", _link(name, statement, request.text("run"))) for name, statement in EXAMPLES]
     return el("ul", {"class": "plain"}, rows)
 
 

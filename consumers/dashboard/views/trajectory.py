@@ -40,10 +40,14 @@ def view(request: ViewRequest) -> ViewContent:
         raise UnknownRun(f"there is no trajectory {trajectory_id[:60]} in run {run.run_id}")
     first = _first(request, found)
     messages = messages_of(request.store, found, first)
+    rewards = el("div", {"id": "rewards"}, _rewards(found, rewards_of(request.store, run, found)))
+    pages = _pages(request, run, found, first)
+    # Judged after the last message: there they stand on the timeline, and on other pages below it.
+    is_last = first + MESSAGES >= found.messages
     body = [
         _facts(request, run, found),
-        card("Timeline", _timeline(found, messages), _pages(request, run, found, first), name="timeline"),
-        card("Rewards", _rewards(found, rewards_of(request.store, run, found)), name="rewards"),
+        card("Timeline", timeline(found, messages), rewards if is_last else None, pages, name="timeline"),
+        None if is_last else card("Rewards", rewards, name="judged"),
     ]
     is_live = run.is_active and not found.attempt["ended_by"]
     trail = (("Trajectories", address(addresses.TRAJECTORIES, run.run_id)),)
@@ -137,7 +141,8 @@ def _pages(request: ViewRequest, run: RunState, found: FoundTrajectory, first: i
     )
 
 
-def _timeline(found: FoundTrajectory, messages: Sequence[Mapping[str, Any]]) -> Element:
+def timeline(found: FoundTrajectory, messages: Sequence[Mapping[str, Any]]) -> Element:
+    """Messages of an attempt, one below the other."""
     if not messages:
         return empty("No message of this stretch is in the store.")
     return el("div", {"class": "timeline"}, [_message(found, message) for message in messages])
