@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -106,9 +107,11 @@ class Practised:
         self.train(state, until=3)
         self.end(state)
 
-    def begin(self, run_id: str) -> RunState:
+    def begin(self, run_id: str, hidden: int = 32) -> RunState:
+        """Starts a run of the job, or of one with a model of another size."""
+        model = CONFIG["trainer"]["model"] | {"hidden": hidden}
         with log_of(self.resolved) as log:
-            config = msgspec.json.encode(CONFIG).decode()
+            config = msgspec.json.encode(CONFIG | {"trainer": CONFIG["trainer"] | {"model": model}}).decode()
             scorers = {"exact_match": "1"}
             event = started_event(
                 *(run_id, "practise", config, [], 0, sources.code_version(), {}, end_positions(log), [], scorers)
@@ -334,11 +337,98 @@ def test_lineage_leads_from_a_retrained_version_to_the_run_that_was_played(field
     assert f"{retrained}  retrain  versions 2 to 3" in out
 
 
+def test_several_runs_are_judged_at_once(field: Practised, call: Call) -> None:
+    """Of one job they make batches together. Of different ones they need a scorer that is no one's, and make none."""
+    state = field.begin("20260101-110000-more")
+    field.play(state, ANSWERS[:2])
+    field.end(state)
+    both = ("--run", RUN, "--run", state.run_id)
+    code, out, err = call("rescore", *both, "--scorer", "better.py:upside")
+    assert code == 0, err
+    assert "34 trajectories judged" in out
+    assert "7 groups, 1 of them without a learning signal; 3 batches" in out
+    assert field.newest("replay").sources == (RUN, state.run_id)
+    other = field.begin("20260101-120000-other", hidden=16)
+    field.play(other, ANSWERS[:2])
+    field.end(other)
+    apart = ("--run", RUN, "--run", other.run_id)
+    code, _, err = call("rescore", *apart)
+    assert (code, "have different jobs" in err) == (2, True), err
+    code, out, err = call("rescore", *apart, "--scorer", "better.py:upside")
+    assert code == 0, err
+    assert "7 groups, 1 of them without a learning signal; 0 batches" in out
+    code, _, err = call("retrain", "--run", field.newest("replay").run_id)
+    assert (code, "has no batches" in err) == (2, True), err
+
+
 def begun(field: Practised, *arguments: str) -> "subprocess.Popen[str]":
     """A command in a process of its own."""
     return subprocess.Popen(
         command(*arguments), cwd=field.here, env=_ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def await_that(holds: Callable[[], bool], processes: "Sequence[subprocess.Popen[str]]") -> None:
+    """Waits as long as it takes, unless a process ends meanwhile. A look costs a connection: not twenty a second."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        ended = [process.communicate() for process in processes if process.poll() is not None]
+        assert not ended, ended
+        assert time.monotonic() < until
+        time.sleep(0.5)
+
+
+def test_two_trainers_two_scorers_and_an_evaluation_follow_one_run(field: Practised, call: Call) -> None:
+    """All begin while the run has one batch, and end with it: two trainers on the same rollouts make two models with
+    exact lineages, and each scorer has rewards and groups of its own."""
+    live = field.begin(OTHER)
+    with log_of(field.resolved) as log:
+        for number, episode in enumerate(played(6, seed=6)):
+            log.append(assembled(episode, field.tokenizer, number=number, run_id=OTHER))
+        log.flush()
+    field.play(live, ANSWERS[:2])
+    field.train(live, until=2)
+    slow = ("--set", "trainer.grpo.learning_rate=1e-5")
+    followers = [
+        begun(field, "retrain", "--run", OTHER, "--force", "--follow"),
+        begun(field, "retrain", "--run", OTHER, "--force", "--follow", *slow),
+        begun(field, "rescore", "--run", OTHER, "--scorer", "better.py:upside", "--follow"),
+        begun(field, "rescore", "--run", OTHER, "--scorer", "gaia", "--follow"),
+    ]
+
+    def mine(kind: str) -> list[str]:
+        return [s.run_id for s in field.states().values() if s.kind == kind and s.sources == (OTHER,)]
+
+    await_that(lambda: (len(mine("retrain")), len(mine("replay"))) == (2, 2), followers)
+    first, second = mine("retrain")
+    await_that(lambda: 2 in field.weights(first) and 2 in field.weights(second), followers)
+    with log_of(field.resolved) as log:
+        asked, _ = request_evaluation(log, field.folder, field.resolved, f"{second}:2", 7)
+    assert asked.raw["job"]["weights_from"] == f"{second}:2", "of a run that goes on"
+    field.play(live, ANSWERS[3:], first=3)
+    field.train(live, until=3)
+    await_that(lambda: 3 in field.weights(first) and 3 in field.weights(second), followers)
+    field.end(live)
+    for process in followers:
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 0, out + err
+    for run_id in mine("replay"):
+        rewards: list[RewardAssigned] = field.events("rewards", run_id)
+        assert len(rewards) == len({reward.meta.id for reward in rewards}) == 22
+        assert len({reward.scorer_set for reward in rewards}) == 1
+        assert len(field.events("groups", run_id)) == 4
+    own, theirs = field.weights(OTHER), [field.weights(run_id) for run_id in (first, second)]
+    assert sorted(own[v] == weights[v] for weights in theirs for v in (2, 3)) == [False, False, True, True]
+    assert theirs[0][3] != theirs[1][3]
+    batches = {batch.base_version + 1: batch for batch in field.events("batches", OTHER)}
+    assert sorted(batches) == [2, 3]
+    for run_id in (OTHER, first, second):
+        for version, batch in batches.items():
+            lineage = json.loads(call("lineage", f"{run_id}:{version}", "--json")[1])["version"]
+            groups = lineage["batch"]["groups"]
+            named = [member["trajectory"] for group in groups for member in group["trajectories"]]
+            assert named == [msgspec.to_builtins(member.trajectory) for member in batch.members]
+            assert [part["run_id"] for part in lineage["runs"]] == ([run_id, OTHER] if run_id != OTHER else [OTHER])
 
 
 def test_sft_learns_from_chosen_trajectories_of_a_teacher_and_of_the_agent(field: Practised, call: Call) -> None:
@@ -489,6 +579,57 @@ def test_two_rescores_at_once_and_one_that_is_killed(field: Practised, call: Cal
         ]
         assert len(ids) == len(set(ids)) == 26 + 5 + 2
         assert field.states()[state.run_id].is_finished
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told", "facts_written"),
+    [
+        (("retrain", "--run", RUN, "--force"), "2 of 2 versions equal those of", {"batches": 2, "steps": 3}),
+        (
+            ("rescore", "--run", RUN, "--scorer", "better.py:upside"),
+            "26 trajectories judged",
+            {"rewards": 26, "groups": 5, "batches": 2},
+        ),
+    ],
+    ids=["retrain", "rescore"],
+)
+def test_what_is_interrupted_says_how_to_go_on_and_is_resumed(
+    field: Practised, call: Call, arguments: tuple[str, ...], told: str, facts_written: dict[str, int]
+) -> None:
+    """Interrupted at once, while its start is still being written, or a little later."""
+    known = set(field.states())
+    process = begun(field, *arguments)
+    assert eventually(lambda: len(set(field.states()) - known) == 1, PATIENCE_SECONDS)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 130, out + err
+    (run_id,) = set(field.states()) - known
+    assert f"`replayground resume {run_id}` continues it" in out
+    assert field.states()[run_id].reason == "stopped"
+    code, out, err = call("resume", run_id)
+    assert code == 0, err
+    assert told in out
+    assert field.states()[run_id].is_finished
+    for topic, count in facts_written.items():
+        ids = [event.meta.id for event in field.events(topic, run_id)]
+        assert len(ids) == len(set(ids)) == count
+
+
+def test_a_retraining_that_is_killed_takes_no_step_twice(field: Practised, call: Call) -> None:
+    known = set(field.states())
+    process = begun(field, "retrain", "--run", RUN, "--force")
+    assert eventually(lambda: len(set(field.states()) - known) == 1, PATIENCE_SECONDS)
+    (run_id,) = set(field.states()) - known
+    # Copied in no time, while the trainer loads its libraries.
+    assert eventually(lambda: bool(field.events("batches", run_id)), PATIENCE_SECONDS)
+    process.kill()
+    process.communicate()
+    assert field.states()[run_id].is_active
+    code, out, err = call("resume", run_id)
+    assert code == 0, err
+    assert f"2 of 2 versions equal those of {RUN}, byte for byte" in out
+    assert [step.new_version for step in field.events("steps", run_id)] == [1, 2, 3]
+    assert len(field.events("batches", run_id)) == 2
 
 
 def test_trajectories_that_retention_has_removed_are_missed_before_anything_is_written(

@@ -105,6 +105,8 @@ class Practised:
     counted: str
     "the answer to one SQL question over both runs"
     told_by_resume: str
+    told_by_retrain: str
+    "of the run that was moved, from the log alone"
     facts: dict[str, RunState]
     events: dict[str, list[Event]]
     left_running: list[str]
@@ -140,6 +142,7 @@ def practised(tmp_path_factory: pytest.TempPathFactory, kafka_addresses: LogAddr
     replayground(second, "up", str(config))
     told_by_resume = replayground(second, "resume", moved, "--exit")
     listed_at_the_end = replayground(second, "runs")
+    told_by_retrain = replayground(second, "retrain", "--run", moved)
     resolved = load(second)
     with log_of(resolved) as log:
         topics = ("tasks", "rollouts", "messages", "trajectories", "attempts", "rewards", "groups", "batches", "steps")
@@ -154,6 +157,7 @@ def practised(tmp_path_factory: pytest.TempPathFactory, kafka_addresses: LogAddr
         listed_at_the_end,
         counted,
         told_by_resume,
+        told_by_retrain,
         facts,
         events,
         processes_below(folder / "first") + processes_below(folder / "second"),
@@ -217,6 +221,12 @@ def test_a_run_is_resumed_from_the_log_alone(practised: Practised) -> None:
     assert "job.module: from the log, since" in practised.told_by_resume
     assert (practised.second.run(practised.moved).job / "job.py").exists()
     assert "The run has finished" in practised.told_by_resume
+
+
+def test_a_run_that_was_played_is_trained_again_bit_for_bit(practised: Practised) -> None:
+    """Although its trainer was stopped between two machines. Nothing is too far off-policy to be learned from again."""
+    told = f"{STEPS} of {STEPS} versions equal those of {practised.moved}, byte for byte"
+    assert told in practised.told_by_retrain, practised.told_by_retrain
 
 
 def test_nothing_is_played_twice_for_having_been_stopped(practised: Practised) -> None:
