@@ -76,6 +76,17 @@ def _link_table(table: Path, target: Path) -> None:
     with os.scandir(table) as entries:
         names = [entry.name for entry in entries if _PART.fullmatch(entry.name)]
     for name in names:
-        # Projections are folders inside a part.
-        shutil.copytree(table / name, target / name, copy_function=os.link)
+        _link_folder(table / name, target / name)
     os.link(table / _FORMAT, target / _FORMAT)
+
+
+def _link_folder(folder: Path, target: Path) -> None:
+    """Raises FileNotFoundError when something of it is gone. shutil.copytree would raise another error for that."""
+    target.mkdir()
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            # Projections are folders inside a part.
+            if entry.is_dir():
+                _link_folder(folder / entry.name, target / entry.name)
+            else:
+                os.link(entry.path, target / entry.name)

@@ -1,6 +1,7 @@
 """A copy of the store is made in a folder that its reader has open already, however often it has to be made anew."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,26 @@ def test_a_copy_that_had_to_be_made_anew_is_seen_by_who_had_the_folder_open(tmp_
         assert copied.samefile(table / "all_1_1_0" / "data.bin")
     finally:
         os.close(held)
+
+
+def test_a_part_that_is_removed_while_it_is_linked_makes_another_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, target = stored(tmp_path / "store"), tmp_path / "copy"
+    target.mkdir()
+    merged = table / "all_2_2_0"
+    (merged / "by_place.proj").mkdir(parents=True)
+    (merged / "by_place.proj" / "data.bin").write_text("rows")
+    link, listed = os.link, []
+
+    def link_after_removal(source: str, copy: Path) -> None:
+        if "all_2_2_0" in str(source):
+            # The folder was listed, and is gone before its file is linked.
+            listed.append(source)
+            shutil.rmtree(merged)
+        link(source, copy)
+
+    monkeypatch.setattr(os, "link", link_after_removal)
+    take_snapshot(tmp_path / "store", "traces", target)
+    assert len(listed) == 1
+    assert sorted(os.listdir(target / "store" / TABLE[:3] / TABLE)) == ["all_1_1_0", "format_version.txt"]

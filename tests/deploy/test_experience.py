@@ -223,6 +223,8 @@ def call(field: Practised, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     def called_here(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["replayground", *arguments])
+        # What a trainer of these tests has printed meanwhile is no output of the command.
+        capsys.readouterr()
         try:
             cli.main()
             code: Any = 0
@@ -441,7 +443,7 @@ def test_sft_learns_from_chosen_trajectories_of_a_teacher_and_of_the_agent(field
     code, out, _ = call("lineage", tuned.run_id)
     assert "16 trajectories of 1 run" in out
     assert f"a copy of version 1 of {RUN}" in out
-    code, out, _ = call("lineage", f"{RUN}-demonstrate-000001")
+    code, out, _ = call("lineage", f"{RUN}-demonstrate-000001", "--all")
     assert f"{tuned.run_id}  sft  versions 1 to 2  began with version 1 of {RUN}" in out
     assert f"version 2 of {tuned.run_id}: sft, selection selection-" in out
 
