@@ -2,6 +2,7 @@
 
 from replayground.schemas.events import (
     AgentMessaged,
+    AlarmRaised,
     AlertChanged,
     AttemptEnded,
     BatchCut,
@@ -40,6 +41,7 @@ from replayground.schemas.events import (
 # Named here, so that a star import and type checkers take these as the public names of this module.
 __all__ = [
     "AgentMessaged",
+    "AlarmRaised",
     "AlertChanged",
     "AttemptEnded",
     "BatchCut",

@@ -110,9 +110,9 @@ def test_what_cannot_be_read_is_a_row_and_a_dead_letter_where_no_stage_refuses_i
     assert {reject.origin.topic for reject in dead} == {
         *("runs", "tasks", "attempts", "batches", "steps", "weights", "serving", "control", "snapshots"),
         # The judge reads judgements too, in runs that have one.
-        *("selections", "judgements"),
+        *("selections", "judgements", "operations"),
     }
-    assert len(dead) == 11
+    assert len(dead) == 12
     assert {reject.stage for reject in dead} == {"traces"}
 
 

@@ -26,6 +26,7 @@ from replayground.schemas.topics import TOPICS
 from replayground.streams.log.connect import open_log
 from replayground.streams.log.protocol import Delivery
 from replayground.streams.rules.dead_letter import rejection
+from tests.consumers.operations import operations
 from tests.consumers.synthetic_run import SyntheticRun, run_of
 
 
@@ -36,6 +37,10 @@ def written(kafka_run: Run) -> list[Event]:
     events = [*SyntheticRun(run, evaluation_tasks=2).events()]
     refused = Delivery(Address("messages", 0, 0), b"key", b"value", None, "a reason")
     events.append(rejection(run.run_id, "assemble", refused, "a reason", 7))
+    for number, event in enumerate(operations()):
+        # A name of its own: the ids are the same in every test.
+        meta = msgspec.structs.replace(event.meta, id=f"{run.run_id}-{number}", run_id=run.run_id)
+        events.append(msgspec.structs.replace(event, meta=meta))
     log = open_log(kafka_run)
     for event in events:
         log.append(event)
