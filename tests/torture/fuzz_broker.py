@@ -34,13 +34,13 @@ class FuzzedPrograms:
     unaddressed: int
     facts: FactComparison
     batches: int
-    fallen: int
-    "programs that did not live to the end"
+    fallen: tuple[str, ...]
+    "what programs died of that did not live to the end"
 
     @property
     def holds(self) -> bool:
-        nothing_amiss = self.unaddressed == self.facts.lost == self.facts.foreign == self.fallen == 0
-        return nothing_amiss and self.rejected == self.unreadable > 0 and self.batches > 0
+        nothing_amiss = self.unaddressed == self.facts.lost == self.facts.foreign == 0
+        return nothing_amiss and not self.fallen and self.rejected == self.unreadable > 0 and self.batches > 0
 
 
 def fuzz_on_broker(run: Run, folder: Path, mutated_per_topic: int, seed: int) -> FuzzedPrograms:
@@ -55,7 +55,7 @@ def fuzz_on_broker(run: Run, folder: Path, mutated_per_topic: int, seed: int) ->
     programs = [streams_program(run, folder, rejects_share_max=1.0), cut_program(run, rejects_share_max=1.0)]
     try:
         bad = _spoil(log, run, good, [log.codec.encode(fact) for fact in facts], mutated_per_topic, seed)
-        await_that(lambda: _fallen(programs) > 0 or _is_done(log, run, bad, batches), "everything is read")
+        await_that(lambda: not _are_alive(programs) or _is_done(log, run, bad, batches), "everything is read")
         return _fuzzed(log, run, quiet, mutated_per_topic * len(INPUT_TOPICS), programs)
     finally:
         kill_all(programs)
@@ -101,7 +101,7 @@ def _fuzzed(log: KafkaLog, run: Run, quiet: Log, mutated: int, programs: Sequenc
         unaddressed=unaddressed,
         facts=compared(log, quiet, run.run_id, INPUT_TOPICS),
         batches=len(events_of(log, run.run_id, "batches")),
-        fallen=_fallen(programs),
+        fallen=tuple(program.ended() for program in programs if not program.is_alive),
     )
 
 
@@ -115,5 +115,5 @@ def _unreadable(log: KafkaLog, run_id: str) -> Iterator[tuple[Address, bytes]]:
                 yield message.address, message.value or b""
 
 
-def _fallen(programs: Sequence[Program]) -> int:
-    return sum(not program.is_alive for program in programs)
+def _are_alive(programs: Sequence[Program]) -> bool:
+    return all(program.is_alive for program in programs)

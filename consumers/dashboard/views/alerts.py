@@ -35,7 +35,7 @@ EXAMPLES: tuple[tuple[str, str, str, float], ...] = (
     ),
     (
         "reward-falls",
-        "SELECT avg(score) FROM rewards WHERE purpose = 'train' AND time > now() - INTERVAL 10 MINUTE",
+        "SELECT avg(reward) FROM outcomes WHERE purpose = 'train' AND time > now() - INTERVAL 10 MINUTE",
         "below",
         0.05,
     ),
