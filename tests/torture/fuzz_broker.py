@@ -1,7 +1,7 @@
 """The Faust app and the cutter as programs on a real broker, over topics that are full of rubbish."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,9 @@ from tests.torture.stopping import await_that
 from tests.torture.storm import READ_TOPICS
 
 GROUPS = 40
+ENDS_MAX = 2
+"""how often a program may have ended and been started again, as a supervisor does. On a busy machine the broker takes the
+partitions from a worker, which then ends and reads again. What rubbish ends would end at the same message each time"""
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,15 @@ class FuzzedPrograms:
     unaddressed: int
     facts: FactComparison
     batches: int
-    fallen: tuple[str, ...]
-    "what programs died of that did not live to the end"
+    ends: tuple[str, ...]
+    "what programs ended of that were started again"
 
     @property
     def holds(self) -> bool:
         nothing_amiss = self.unaddressed == self.facts.lost == self.facts.foreign == 0
-        return nothing_amiss and not self.fallen and self.rejected == self.unreadable > 0 and self.batches > 0
+        return (
+            nothing_amiss and len(self.ends) <= ENDS_MAX and self.rejected == self.unreadable > 0 and self.batches > 0
+        )
 
 
 def fuzz_on_broker(run: Run, folder: Path, mutated_per_topic: int, seed: int) -> FuzzedPrograms:
@@ -52,11 +57,20 @@ def fuzz_on_broker(run: Run, folder: Path, mutated_per_topic: int, seed: int) ->
     facts = events_of(quiet, run.run_id, *INPUT_TOPICS)
     batches = len(taught_by(facts)) // GROUPS_PER_BATCH
     log = open_log(run)
-    programs = [streams_program(run, folder, rejects_share_max=1.0), cut_program(run, rejects_share_max=1.0)]
+    starts: tuple[Callable[[], Program], ...] = (
+        lambda: streams_program(run, folder, rejects_share_max=1.0),
+        lambda: cut_program(run, rejects_share_max=1.0),
+    )
+    programs, ends = [start() for start in starts], list[str]()
+
+    def is_over() -> bool:
+        ends.extend(_replace_ended(programs, starts))
+        return len(ends) > ENDS_MAX or _is_done(log, run, bad, batches)
+
     try:
         bad = _spoil(log, run, good, [log.codec.encode(fact) for fact in facts], mutated_per_topic, seed)
-        await_that(lambda: not _are_alive(programs) or _is_done(log, run, bad, batches), "everything is read")
-        return _fuzzed(log, run, quiet, mutated_per_topic * len(INPUT_TOPICS), programs)
+        await_that(is_over, "everything is read")
+        return _fuzzed(log, run, quiet, mutated_per_topic * len(INPUT_TOPICS), ends)
     finally:
         kill_all(programs)
         log.close()
@@ -90,7 +104,7 @@ def _spoil(
     return bad
 
 
-def _fuzzed(log: KafkaLog, run: Run, quiet: Log, mutated: int, programs: Sequence[Program]) -> FuzzedPrograms:
+def _fuzzed(log: KafkaLog, run: Run, quiet: Log, mutated: int, ends: Sequence[str]) -> FuzzedPrograms:
     unreadable = dict(_unreadable(log, run.run_id))
     rejects = [event for event in events_of(log, run.run_id, "dead-letters") if isinstance(event, EventRejected)]
     unaddressed = sum(unreadable.get(reject.origin) != reject.original for reject in rejects)
@@ -101,7 +115,7 @@ def _fuzzed(log: KafkaLog, run: Run, quiet: Log, mutated: int, programs: Sequenc
         unaddressed=unaddressed,
         facts=compared(log, quiet, run.run_id, INPUT_TOPICS),
         batches=len(events_of(log, run.run_id, "batches")),
-        fallen=tuple(program.ended() for program in programs if not program.is_alive),
+        ends=tuple(ends),
     )
 
 
@@ -115,5 +129,9 @@ def _unreadable(log: KafkaLog, run_id: str) -> Iterator[tuple[Address, bytes]]:
                 yield message.address, message.value or b""
 
 
-def _are_alive(programs: Sequence[Program]) -> bool:
-    return all(program.is_alive for program in programs)
+def _replace_ended(programs: list[Program], starts: Sequence[Callable[[], Program]]) -> Iterator[str]:
+    """What those of the programs ended of that are not alive. Each is started again."""
+    for place, program in enumerate(programs):
+        if not program.is_alive:
+            yield program.ended()
+            programs[place] = starts[place]()
