@@ -162,7 +162,7 @@ class PartitionRange:
     start: Position
     end: Callable[[], int | None]
     "the offset at which it ends; None = not known yet, so go on"
-    trajectories_per_commit: int = 4000
+    trajectories_per_commit: int = 1000
 
 
 def rescore_partition(
