@@ -220,7 +220,7 @@ def up(
         Path | None,
         typer.Argument(
             metavar="[FIELD.toml]",
-            help="Config with [log], [blobs], [traces], [local]; without it, all on this machine.",
+            help="Config with sections log, blobs, traces and local; without it, all on this machine.",
         ),
     ] = None,
     field: Field = FIELD,

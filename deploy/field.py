@@ -156,9 +156,9 @@ def ensure_field(
 ) -> tuple[FieldFolder, ResolvedConfig, bool]:
     """The field at this path, started in the background if it is not running; True when this call started it.
 
-    The field sections of `asked` configure a new field; an existing field must agree with them.
-    Raises BadInput, StackFailed."""
-    folder = field_folder(path)
+    The field sections of `asked` configure a new field; an existing field must agree with them. Without `asked` nothing
+    new is made: an empty log holds nothing to go on with. Raises BadInput, StackFailed."""
+    folder = existing_field(path) if asked is None else field_folder(path)
     mention_old_runs(folder, echo)
     # Before the lock is taken: a contradiction must be reported whether or not the field is running.
     if folder.exists and asked is not None:

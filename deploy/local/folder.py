@@ -35,6 +35,7 @@ _VERSION_OF_RUNS = "1"
 _SOCKET_PATH_BYTES_MAX = 90
 "Linux allows 107; supervisord first binds to a temporary name, which is longer by its pid"
 _LOCK_TRIES = 5
+_FIELD_FOLDERS = ("blobs", "logs", "runs", "traces")
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class FieldFolder(StackFolder):
 
     @property
     def exists(self) -> bool:
-        return (self.path / "version").exists()
+        """Whether it was started once. A start that is killed at its beginning leaves no config."""
+        return (self.path / "version").exists() and self.file.exists()
 
     def run(self, run_id: str) -> RunFolder:
         return RunFolder(self.runs / run_id)
@@ -144,12 +146,20 @@ def field_folder(path: Path) -> FieldFolder:
             f"{path} holds {len(old)} runs of an older release (layout {_VERSION_OF_RUNS}), which this one cannot "
             f"open: read them with the release that wrote them, and name another folder with --field"
         )
-    if folder.exists:
+    if (folder.path / "version").exists():
         _require_version(folder.path, "field")
-    # Only a lock: a start was given up before the field was made. Anything else is a folder that is not ours to fill.
-    elif path.exists() and (not path.is_dir() or set(os.listdir(path)) - {"lock"}):
+    # What a start leaves that was given up, or killed, before the field was whole. Anything else is not ours to fill.
+    elif path.exists() and not _is_unfinished(path):
         raise BadInput(f"{path} exists and is no field (it has no file `version`): name another folder with --field")
     return folder
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether this is a folder with a lock and empty folders of a field, at most."""
+    if not path.is_dir():
+        return False
+    made = [found for found in path.iterdir() if found.name not in ("lock", unfinished(path / "version").name)]
+    return all(found.name in _FIELD_FOLDERS and found.is_dir() and not os.listdir(found) for found in made)
 
 
 def old_runs(path: Path) -> list[Path]:
@@ -161,7 +171,7 @@ def old_runs(path: Path) -> list[Path]:
 
 def create_field_folder(folder: FieldFolder) -> None:
     """Makes the folder of a field; an existing one is kept. Raises BadInput when it cannot be written."""
-    _make(folder.path, ("blobs", "logs", "runs", "traces"), "--field")
+    _make(folder.path, _FIELD_FOLDERS, "--field")
 
 
 def create_run_folder(folder: RunFolder) -> None:
@@ -209,13 +219,18 @@ def point_latest_at(folder: RunFolder) -> None:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file completely or not at all, also if the machine stops meanwhile."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("wb") as file:
+    beside = unfinished(path)
+    with beside.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         # Before the rename: a file system may store the new name before the bytes, and the file would be empty.
         file.flush()
         os.fsync(file.fileno())
-    unfinished.replace(path)
+    beside.replace(path)
+
+
+def unfinished(path: Path) -> Path:
+    """The file that write_whole renames; it stays when the process is killed before."""
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def require_disk(path: Path, free_bytes_min: int) -> None:

@@ -95,6 +95,8 @@ def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
         (("up", "away.toml"), "the log at 127.0.0.1:1 (registry http://127.0.0.1:1) cannot be used"),
         (("status",), "there is no field in field yet"),
         (("stop",), "there is no field in field yet"),
+        (("resume",), "there is no field in field yet"),
+        (("eval", "20260101"), "there is no field in field yet"),
         (("runs",), "there is no field in field yet"),
         (("logs",), "there is no field in field yet"),
         (("sql", "SELECT 1"), "there is no field in field yet"),
@@ -304,7 +306,7 @@ def test_tasks_are_submitted_to_a_run(field: FieldFolder) -> None:
         '{"prompt": "What is 1+1?", "reference": "2", "toolset": [], "scorers": ["exact_match"]}\n'
     )
     first, again = called(here, "submit", "tasks.jsonl"), called(here, "submit", "tasks.jsonl", "--run", folder.run_id)
-    assert first.stdout == f"1 tasks submitted to {folder.run_id}\n", first.stderr
+    assert first.stdout == f"1 task submitted to {folder.run_id}\n", first.stderr
     assert again.stdout == f"0 tasks submitted to {folder.run_id}, 1 it had already\n"
     assert called(here, "stop").returncode == 0
 
