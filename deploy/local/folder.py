@@ -3,6 +3,7 @@
 field/version             layout of the folder; a folder with another layout is refused
      /field.json          config, addresses and ports of the newest start of the field (deploy.resolve)
      /lock                held by the guard of the field's stack while the stack runs
+     /in_use              held by the commands that use a field which is up for the time of one command
      /log/ blobs/ traces/     Kafka, blobs, ClickHouse; unused where the config names servers elsewhere
      /logs/               output of kafka, registry and traces
      /targets/            addresses of all programs that run here, for Prometheus (deploy/monitoring)
@@ -275,15 +276,31 @@ def is_locked(path: Path) -> bool:
 def take_lock(path: Path) -> int | None:
     """Takes the lock of a folder, which is made if needed. Returns its descriptor, or None when another process holds
     it. Raises BadInput when the folder cannot be written."""
+    return _flock(path, "lock", fcntl.LOCK_EX)
+
+
+def join_users(path: Path) -> int | None:
+    """Takes part in the use of a field that another command has started for itself; that command waits until the
+    descriptor is closed. None when it is about to stop the field."""
+    return _flock(path, "in_use", fcntl.LOCK_SH)
+
+
+def end_use(path: Path) -> int | None:
+    """Keeps others from joining. Returns a descriptor to be closed when the field is stopped, or None while others use
+    the field."""
+    return _flock(path, "in_use", fcntl.LOCK_EX)
+
+
+def _flock(path: Path, name: str, kind: int) -> int | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise BadInput(f"{path} cannot be written ({error.strerror}): name another folder with --field") from error
     # flock belongs to the open file, not to the process: a child that inherits the descriptor holds the lock too, and
     # the kernel releases it when the last of them ends, however it ends.
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
