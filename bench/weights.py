@@ -88,7 +88,7 @@ def measure(quick: bool) -> dict[str, Figure]:
     """Limits: publish_to_served at most 1.3; throughput_over_reloads at least 0.95."""
     with _site() as site:
         found = _publish(site, 3 if quick else 20)
-        turns, reloads, seconds = (1, 2, 2.0) if quick else (5, 4, 5.0)
+        turns, reloads, seconds = (1, 2, 2.0) if quick else (10, 2, 5.0)
         for mode in _MODES:
             found |= _reloads(site, mode, turns, reloads, seconds)
     return found
