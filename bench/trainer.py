@@ -4,8 +4,10 @@ Each trainer is a process of its own with one thread, and works while the others
 batch that none has seen, in changing order. The losses and the norms of the gradients of the first step must agree.
 Peers get the micro-batches that suit them best. Memory is the peak of the whole process, libraries included, and of
 that what was added after the model was loaded. Ratios are of tokens per second, by the clock and by processor time.
+Part smollm2 is the same with SmolLM2-135M.
 """
 
+import dataclasses
 import random
 import socket
 import subprocess
@@ -21,19 +23,18 @@ import msgspec
 import torch
 
 from bench.rounds import Figure, figure
-from bench.trainer_batches import STOCKROOM, BatchShape, drawn_batch
+from bench.smollm2 import smollm2
+from bench.trainer_batches import SENTENCES, STOCKROOM, BatchShape, drawn_batch
 from bench.trainer_steps import SETTINGS, Taken, model_files, write_batch
 from replayground.schemas.job import load_job
 from replayground.schemas.packed import pack_logprobs, unpack_tokens
-from replayground.trainer.base_model import make_model
+from replayground.trainer.base_model import make_model, read_model
 from replayground.trainer.config import ModelSettings, TrainerSettings
 from replayground.trainer.engines.apart import _environment
 from replayground.trainer.engines.protocol import GrpoBatch
 from replayground.trainer.engines.swift_support import swift_libraries
 from replayground.trainer.engines.torch_engine import TorchEngine
 
-_WARM_UP = 2
-"steps of each trainer that are not measured: allocators and caches fill"
 _STALENESS = 0.1
 "standard deviation of the log-ratio between the weights that sampled and those that are trained"
 _LOSS_GAP_MAX = 1e-6
@@ -52,6 +53,8 @@ class _Trainer:
     connection: Connection
     ready: Taken = field(default_factory=lambda: Taken(0))
     taken: list[Taken] = field(default_factory=list)
+    warm_up: int = 2
+    "steps that are not measured: allocators and caches fill"
 
     def await_ready(self) -> None:
         self.ready = self._answer()
@@ -62,7 +65,7 @@ class _Trainer:
 
     @property
     def measured(self) -> Sequence[Taken]:
-        return self.taken[_WARM_UP:]
+        return self.taken[self.warm_up :]
 
     @property
     def peak_bytes(self) -> int:
@@ -83,19 +86,33 @@ def measure(quick: bool) -> dict[str, Figure]:
         (folder / "model").mkdir()
         for file, data in make_model(ModelSettings(), load_job("replayground.producers.stockroom"), seed=0).items():
             (folder / "model" / file).write_bytes(data)
-        return _compare(folder, STOCKROOM, 3 if quick else 15, _ROWS)
+        return _compare(folder, STOCKROOM, 3 if quick else 15, 2, _ROWS)
 
 
-def _compare(folder: Path, shape: BatchShape, rounds: int, rows: dict[str, int]) -> dict[str, Figure]:
-    tokens = [_prepare(folder, shape, number) for number in range(_WARM_UP + rounds)]
+def measure_smollm2(quick: bool) -> dict[str, Figure]:
+    """Limits as above. Takes minutes a round and 10 GB, so it is measured only when it is asked for."""
+    with tempfile.TemporaryDirectory(prefix="replayground-bench-") as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        read_model(smollm2(), folder / "model")
+        found = _compare(folder, SENTENCES, 1 if quick else 3, 1, dict.fromkeys(_ROWS, 4))
+        return {f"smollm2_{name}": value for name, value in found.items()}
+
+
+PARTS = {"stockroom": measure, "smollm2": measure_smollm2}
+
+
+def _compare(folder: Path, shape: BatchShape, rounds: int, warm_up: int, rows: dict[str, int]) -> dict[str, Figure]:
+    tokens = _prepare(folder, shape, warm_up + rounds)
     with _trainers(folder, rows) as trainers:
-        for number in range(_WARM_UP + rounds):
+        for number in range(len(tokens)):
             # Every round in another order: nobody may always be the one after a heavy neighbour.
             for place in range(len(trainers)):
                 trainers[(number + place) % len(trainers)].step(number)
         for trainer in trainers:
-            _print(trainer, tokens[_WARM_UP:])
-        return _figures(trainers, tokens[_WARM_UP:])
+            trainer.warm_up = warm_up
+            _print(trainer, tokens[warm_up:])
+        return _figures(trainers, tokens[warm_up:])
 
 
 def _figures(trainers: Sequence[_Trainer], tokens: Sequence[int]) -> dict[str, Figure]:
@@ -127,22 +144,25 @@ def _require_equal(trainers: Sequence[_Trainer]) -> None:
         assert gap < 1e-3, f"{trainer.name} has a gradient of norm {peer.gradient_norm}, ours {our.gradient_norm}"
 
 
-def _prepare(folder: Path, shape: BatchShape, number: int) -> int:
-    """Writes a batch with log-probabilities near those of the model; returns its tokens."""
-    engine = TorchEngine(SETTINGS, 0)
+def _prepare(folder: Path, shape: BatchShape, count: int) -> list[int]:
+    """Writes batches with log-probabilities near those of the model; returns the tokens of each."""
     torch.set_num_threads(1)
+    engine = TorchEngine(SETTINGS, 0)
     engine.load(model_files(folder), {})
-    size = engine._ready()[0].vocabulary_size
-    batch = drawn_batch(shape, size, number)
-    draw = random.Random(number)
+    return [
+        _prepare_one(folder, drawn_batch(shape, engine._ready()[0].vocabulary_size, n), engine) for n in range(count)
+    ]
+
+
+def _prepare_one(folder: Path, batch: GrpoBatch, engine: TorchEngine) -> int:
+    draw = random.Random(batch.index)
     events = [
         msgspec.structs.replace(
             event, logprobs=pack_logprobs(_stale(engine.probe(unpack_tokens(event.tokens)), event.loss_mask, draw))
         )
         for event in batch.trajectories
     ]
-    given = GrpoBatch(batch.base_version, events, batch.rewards, batch.advantages, batch.passed, batch.index)
-    write_batch(folder, number, given)
+    write_batch(folder, batch.index, dataclasses.replace(batch, trajectories=events))
     return sum(len(event.loss_mask) for event in events)
 
 

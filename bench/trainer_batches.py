@@ -31,6 +31,8 @@ class BatchShape:
 
 STOCKROOM = BatchShape(16, 8, 9, 12, (1, 3), (6, 18), (8, 14))
 "the default job: 128 trajectories"
+SENTENCES = BatchShape(2, 4, 40, 60, (2, 4), (30, 70), (20, 40))
+"8 trajectories of about 300 tokens each"
 
 
 def drawn_batch(shape: BatchShape, vocabulary_size: int, index: int) -> GrpoBatch:
