@@ -28,8 +28,10 @@ _WHERE = "({run:String} = '' OR run_id = {run:String}) AND ({stage:String} = '' 
 _LIST = f"""
 SELECT * FROM ({_NUMBERED}) WHERE {_WHERE} ORDER BY number DESC LIMIT {_ROWS + 1} OFFSET {{offset:UInt64}}
 """
+# Without numbers, so that the rejects of one run are found without those of the others.
 _STAGES = f"""
-SELECT stage, why, count() AS times FROM ({_NUMBERED}) WHERE {_WHERE} GROUP BY stage, why ORDER BY times DESC LIMIT 50
+SELECT stage, ifNull(reason, '') AS why, uniqExact(id) AS times FROM events
+WHERE topic = 'dead-letters' AND type = 'EventRejected' AND {_WHERE} GROUP BY stage, why ORDER BY times DESC LIMIT 50
 """
 _BODIES = """
 SELECT offset, body FROM payloads
