@@ -8,7 +8,7 @@ import msgspec
 
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import card, empty, hidden, moment, select
+from replayground.consumers.dashboard.frame import card, counted, empty, hidden, moment, select
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.queries import operations
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
@@ -177,4 +177,4 @@ def _requests(request: ViewRequest) -> Element:
     rows = operations.requests(request.store, "RedriveRequested", _REQUESTS_SHOWN)
     if not rows:
         return empty("Nothing yet.")
-    return el("div", [requested(row, f"{len(row['rejects']):,} messages") for row in rows])
+    return el("div", [requested(row, counted(len(row["rejects"]), "message")) for row in rows])
