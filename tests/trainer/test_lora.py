@@ -98,6 +98,39 @@ def test_an_adapter_is_trained_saved_and_merged_for_any_family(
     assert again.probe(tokens) == engine.probe(tokens), "the state of the optimizer belongs to the adapter"
 
 
+@pytest.mark.parametrize("lora", [LoraSettings(), LORA])
+def test_bfloat16_is_for_products_alone(folder: Path, tokenizer: Tokenizer, tmp_path: Path, lora: LoraSettings) -> None:
+    """Log-probabilities and the step are those of float32 to the precision of bfloat16, and everything kept is float32."""
+    files, batch = files_of(folder, tmp_path / "base"), batch_of(tokenizer)
+    tokens = unpack_tokens(batch.trajectories[0].tokens)
+    taken: dict[str, dict[str, float]] = {}
+    probes: dict[str, list[float]] = {}
+    for precision in ("float32", "bfloat16"):
+        engine = TorchEngine(
+            TrainerSettings(lora=lora, grpo=GrpoSettings(learning_rate=1e-4), precision=precision),
+            0,
+        )
+        engine.load(files, {})
+        probes[precision] = engine.probe(tokens)
+        taken[precision] = engine.grpo(batch).metrics
+        (into := tmp_path / precision).mkdir()
+        kept = {**engine.save(into), **engine.checkpoint(into)}
+        stored = [load_file(path) for name, path in kept.items() if name.endswith(".safetensors")]
+        assert {tensor.dtype for tensors in stored for tensor in tensors.values()} == {torch.float32}
+    assert probes["bfloat16"] != probes["float32"]
+    assert probes["bfloat16"] == pytest.approx(probes["float32"], abs=0.1)
+    for figure in ("loss", "gradient_norm", "entropy"):
+        assert taken["bfloat16"][figure] == pytest.approx(taken["float32"][figure], rel=0.05, abs=0.02), figure
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "nonsense"])
+def test_a_device_that_is_not_there_is_refused_in_one_line(device: str) -> None:
+    with pytest.raises(
+        BadInput, match=rf"^\[trainer\] device: torch cannot compute on '{device}' here .*; set it to cpu$"
+    ):
+        TorchEngine(TrainerSettings(device=device), 0)
+
+
 def test_peft_has_the_same_names_for_its_files(model_files: dict[str, bytes], tmp_path: Path) -> None:
     engine = _engine(model_files, tmp_path, LORA)
     saved = engine.save(tmp_path)
