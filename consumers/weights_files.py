@@ -27,6 +27,11 @@ def digest_of(files: list[WeightsFile]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class WeightsFolder:
     """Unpacks weight versions below one folder and keeps the last used ones. Belongs to one thread."""
 
@@ -79,12 +84,12 @@ class WeightsFolder:
         return {sha256: path for sha256, path in paths.items() if path.exists()}
 
     def _fetch(self, file: WeightsFile, path: Path) -> None:
-        # Most files of a version are those of the one before it, and each write waits for the disk twice. Servers only
-        # read these folders, so what was checked when it was fetched is still that.
+        # Most files of a version are those of the one before it, and each write waits for the disk twice.
         known = self._fetched.get(file.sha256)
         # A disk without links, or a folder that was removed.
         with suppress(OSError):
-            if known is not None:
+            # Read again: a file that was damaged since must not become part of another version.
+            if known is not None and _sha256(known) == file.sha256:
                 path.hardlink_to(known)
                 return
         self._blobs.get_to_file(file.uri, file.sha256, path)

@@ -67,6 +67,14 @@ def test_a_file_that_did_not_change_is_not_fetched_again(blobs: Blobs, tmp_path:
         folder.unpack(replace(second, version=5))
 
 
+def test_a_file_that_was_damaged_after_it_was_fetched_is_fetched_again(blobs: Blobs, tmp_path: Path) -> None:
+    folder = WeightsFolder(tmp_path / "weights", blobs)
+    first = published(blobs, {"config.json": b"{}", "model.safetensors": b"weights"})
+    (folder.unpack(first) / "config.json").write_bytes(b"[]")
+    after = folder.unpack(replace(first, version=4))
+    assert (after / "config.json").read_bytes() == b"{}"
+
+
 def test_a_version_with_a_damaged_file_leaves_nothing(blobs: Blobs, tmp_path: Path) -> None:
     version = published(blobs, {"config.json": b"{}", "model.safetensors": b"weights"})
     sha256 = version.files[1].sha256
