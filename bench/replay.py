@@ -32,6 +32,7 @@ from bench.log import _CONSUMER
 from bench.rounds import Figure, figure
 from replayground.deploy.experience.workers import Work, rescore
 from replayground.deploy.local.stack import LogAddresses, local_log
+from replayground.deploy.runs import end_positions
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
 from replayground.schemas.events import Event, Position, TrajectoryAssembled
@@ -43,8 +44,9 @@ from replayground.streams.hops.flow import hops
 from replayground.streams.log.connect import open_log
 from replayground.streams.log.kafka import KafkaLog
 from replayground.streams.log.memory import MemoryLog
+from replayground.streams.log.protocol import Log
 from replayground.streams.replay.request import RescoreRequest
-from replayground.streams.replay.rescoring import Judges, PartitionRange, Rescoring, rescore_partition
+from replayground.streams.replay.rescoring import Judges, PartitionRange, Rescoring, rescore_partitions
 from replayground.streams.replay.selection import TOPIC
 from replayground.streams.rules.scoring import scorers_by_name
 from tests.flow.synthetic import groups
@@ -67,7 +69,7 @@ def measure(quick: bool) -> dict[str, Figure]:
 
 
 def bare(quick: bool) -> dict[str, Figure]:
-    trajectories, rounds = (8_000, 1) if quick else (40_000, 5)
+    trajectories, rounds = (8_000, 1) if quick else (100_000, 5)
     with _broker() as (addresses, log):
         fill(log, trajectories)
         return _against_bare(addresses, log, rounds)
@@ -178,7 +180,7 @@ def _against_bare(addresses: LogAddresses, log: KafkaLog, rounds: int) -> dict[s
     for number in range(rounds):
         sides = {
             "bare": partial(_bare, addresses, ends),
-            "judged": partial(_judge, addresses, f"round-{number}", ends),
+            "judged": partial(_judge, addresses, _begun(addresses, log, f"round-{number}"), ends),
         }
         # Every other round in reverse order: neither may always find the broker's files in memory first.
         names = list(sides) if number % 2 == 0 else list(reversed(sides))
@@ -221,17 +223,26 @@ def _bare(addresses: LogAddresses, ends: Sequence[Position]) -> None:
     consumer.close()
 
 
-def _judge(addresses: LogAddresses, run_id: str, ends: Sequence[Position]) -> None:
+def _judge(addresses: LogAddresses, run: Run, ends: Sequence[Position]) -> None:
     """Judges every trajectory: rewards and groups are written exactly once."""
-    judges = Judges(run_id, frozenset((_SOURCE,)), scorers_by_name(()))
-    run = run_on(addresses, run_id)
+    judges = Judges(run.run_id, frozenset((_SOURCE,)), scorers_by_name(()))
+    parts = [
+        (
+            Rescoring(judges),
+            PartitionRange(judges.sources, msgspec.structs.replace(end, offset=0), partial(int, end.offset)),
+        )
+        for end in ends
+    ]
     with closing(open_log(run)) as log:
-        for end in ends:
-            wanted = PartitionRange(judges.sources, msgspec.structs.replace(end, offset=0), partial(int, end.offset))
-            state = rescore_partition(run, log, Rescoring(judges), wanted, lambda *_: None, threading.Event())
-            assert state is not None
+        states = rescore_partitions(run, log, parts, lambda *_: None, threading.Event())
+        for end, state in zip(ends, states, strict=True):
             assert state.counts.trajectories == end.offset, state.counts
             assert state.counts.groups == end.offset // 4, state.counts
+
+
+def _begun(addresses: LogAddresses, log: Log, run_id: str) -> Run:
+    """A run that begins where the log ends now, as every run does: its programs read nothing before."""
+    return msgspec.structs.replace(run_on(addresses, run_id), start=tuple(end_positions(log)))
 
 
 def run_on(addresses: LogAddresses, run_id: str) -> Run:
@@ -258,7 +269,7 @@ def _by_processes(addresses: LogAddresses, log: KafkaLog, rounds: int) -> dict[s
         seconds: dict[int, float] = {}
         # Every other round in reverse order: neither may always be the one on a warm machine.
         for processes in (1, 2) if number % 2 == 0 else (2, 1):
-            run = run_on(addresses, f"processes-{number}-{processes}")
+            run = _begun(addresses, log, f"processes-{number}-{processes}")
             began = time.perf_counter()
             rescore(Work(run, request, _MODULE, None), processes, lambda standing: None)
             seconds[processes] = time.perf_counter() - began
@@ -284,8 +295,8 @@ def _judge_all(bootstrap_servers: str, registry_url: str, blobs_url: str) -> flo
     log_settings = LogSettings(bootstrap_servers=bootstrap_servers, registry_url=registry_url)
     addresses = LogAddresses(log_settings, blobs_url)
     with closing(open_log(run_on(addresses, "memory"))) as log:
-        ends = log.end_positions([TOPIC])
-    _judge(addresses, "memory", ends)
+        ends, run = log.end_positions([TOPIC]), _begun(addresses, log, "memory")
+    _judge(addresses, run, ends)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

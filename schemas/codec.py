@@ -6,6 +6,7 @@ Code that appends and reads events does not notice.
 
 import io
 import struct
+from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
 
@@ -15,7 +16,13 @@ from fastavro.schema import to_parsing_canonical_form
 
 from replayground.schemas.attribution import begins_with_run, run_at
 from replayground.schemas.blobs import Blobs
-from replayground.schemas.compiled_avro import Read, Write, compiled_reader, compiled_writer
+from replayground.schemas.compiled_avro import (
+    Read,
+    Write,
+    compiled_reader,
+    compiled_struct_reader,
+    compiled_writer,
+)
 from replayground.schemas.errors import BlobDamaged, Undecodable
 from replayground.schemas.events import EVENTS, Event
 from replayground.schemas.generate import NAMESPACE, schema_of
@@ -27,6 +34,10 @@ EVENT_BYTES_MAX = 256 * 1024
 # Confluent wire format: the magic byte 0, then the schema id as a big-endian 32-bit integer.
 _HEADER = struct.Struct(">bI")
 _MAGIC = 0
+
+
+_REPEATING = frozenset({"Task"})
+"records in events that are often those of the event before: all attempts at a task carry it"
 
 
 class Spilled(msgspec.Struct, frozen=True):
@@ -91,6 +102,7 @@ class _Reader:
         # how bytes lie: the registry gives schemas back without the namespaces that inner records inherit.
         is_ours = to_parsing_canonical_form(written) == to_parsing_canonical_form(ours)
         self.read: Read = _read_of(self.event_class) if is_ours else _resolving_read(written, ours)
+        self.read_struct = _struct_read_of(self.event_class) if is_ours else None
 
 
 def _resolving_read(written: dict[str, Any], ours: dict[str, Any]) -> Read:
@@ -117,6 +129,11 @@ def _schema_of(kind: type[Event] | type[Spilled]) -> dict[str, Any]:
 @cache
 def _read_of(kind: type[Event] | type[Spilled]) -> Read:
     return compiled_reader(_schema_of(kind))
+
+
+@cache
+def _struct_read_of(kind: type[Event] | type[Spilled]) -> Callable[[bytes, int], tuple[Any, int]]:
+    return compiled_struct_reader(_schema_of(kind), kind, _REPEATING)
 
 
 @cache
@@ -234,6 +251,13 @@ class Codec:
         if len(data) < _HEADER.size or data[0] != _MAGIC:
             raise Undecodable("no Confluent wire header")
         reader = self._reader(_HEADER.unpack_from(data)[1], unknown_ids)
+        if reader.read_struct is not None:
+            try:
+                event, end = reader.read_struct(data, _HEADER.size)
+                if end == len(data):
+                    return event  # type: ignore[no-any-return]
+            except Exception:  # bad bytes raise exceptions of many kinds
+                pass  # read again below, which says what is wrong
         try:
             record, end = reader.read(data, _HEADER.size)
         except Exception as error:  # bad bytes raise exceptions of many kinds

@@ -34,7 +34,7 @@ from replayground.streams.replay.rescoring import (
     PartitionRange,
     PartitionState,
     Rescoring,
-    rescore_partition,
+    rescore_partitions,
 )
 from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition, find_selection
 
@@ -151,14 +151,14 @@ def _judge(work: Work, partitions: Sequence[int], pipe: Connection, stop: thread
     with closing(open_log(msgspec.structs.replace(run, program="replay"))) as log:
         selections = by_partition(find_selection(log, request.selection)) if request.selection else None
         ends = FollowedEnds(log, request) if request.is_followed else None
+        parts: list[tuple[Rescoring, PartitionRange]] = []
         for partition in partitions:
-            fold = Rescoring(judges, _selection_of(selections, partition))
             end = partial(end_of, request, partition) if ends is None else partial(ends.end, partition)
             start = start_of(request, partition)
             wanted = PartitionRange(judges.sources, start, end, request.trajectories_per_commit)
-            rescore_partition(run, log, fold, wanted, report, stop)
-            if stop.is_set():
-                return
+            parts.append((Rescoring(judges, _selection_of(selections, partition)), wanted))
+        for _ in rescore_partitions(run, log, parts, report, stop):
+            pass
 
 
 class FollowedEnds:

@@ -310,10 +310,23 @@ class MemoryTransactor:
         self._log = log
         self._name = name
         self._epoch = epoch
+        self._held: list[Event] = []
 
     def commit(self, events: Sequence[Event], reader: Reader | None, tombstones: Sequence[Tombstone] = ()) -> None:
         assert reader is None or isinstance(reader, MemoryReader)
         self._log.commit_transaction(self._name, self._epoch, events, reader, tombstones)
 
+    def hold(self, events: Sequence[Event]) -> None:
+        self._held += events
+
+    def start_commit(self) -> Callable[[], None]:
+        held, self._held = self._held, []
+        self.commit(held, None)
+        return _nothing
+
     def close(self) -> None:
         """Does nothing: there is no connection."""
+
+
+def _nothing() -> None:
+    """Nothing is left to wait for."""

@@ -124,7 +124,15 @@ class Transactor(Protocol):
         the process must end. Raises LogUnavailable otherwise: the transaction was aborted, or its outcome is unknown.
         Read the state back from the log before going on."""
 
-    def close(self) -> None: ...
+    def hold(self, events: Sequence[Event]) -> None:
+        """Keeps events for the next `start_commit`. Raises LogUnavailable."""
+
+    def start_commit(self) -> Callable[[], None]:
+        """Begins to write what is held, all or nothing, and may return before it is on the log. What it returns waits for
+        that; it or this call raises what `commit` raises. Call it before anything else is committed."""
+
+    def close(self) -> None:
+        """Waits for a commit that was started."""
 
 
 @dataclass(frozen=True, slots=True)

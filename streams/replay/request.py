@@ -27,7 +27,7 @@ class RescoreRequest(Struct, frozen=True, kw_only=True):
     "what the sources play from now on is judged too, until all of them have ended"
     score_seconds_max: float = 10.0
     "a scorer that takes longer excludes the trajectory"
-    trajectories_per_commit: int = 1000
+    trajectories_per_commit: int = 2000
     "of one partition: a replay that is killed repeats fewer than these"
     weights_from: str = ""
     "RUN:VERSION that the first batch is for; empty = no batches are cut"

@@ -65,6 +65,8 @@ def pass_mark_of(scorer: Scorer) -> float | None:
 
 
 def _number(name: str, value: object) -> float:
+    if type(value) is float and abs(value) <= SCORE_MAX:  # as nearly always, and asked with every reward
+        return value
     # bool is a number to Python; here it is a mistake. A numpy number is none of these classes, and has __float__.
     if isinstance(value, bool | str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} {value!r} is not a number")
@@ -142,7 +144,10 @@ def score_trajectory(trajectory: TrajectoryAssembled, name: str, scorers: Mappin
     try:
         scorer = scorers[name]
         # Copying costs as much as judging does.
-        return checked(scorer.score(trajectory if type(scorer) in _OURS else unshared(trajectory)))
+        if type(scorer) not in _OURS:
+            return checked(scorer.score(unshared(trajectory)))
+        score = scorer.score(trajectory)
+        return score if _is_plain(score) else checked(score)
     # The job's code can raise anything; sys.exit in a scorer must not end the program.
     except (Exception, SystemExit) as error:
         return _exclude(f"scorer failed: {_describe_error(error)}")
@@ -183,6 +188,19 @@ def checked(score: object) -> Score:
         # Raises for a lone surrogate, which Avro could not write as UTF-8.
         text.encode()
     return plain
+
+
+def _is_plain(score: Score) -> bool:
+    """Whether `checked` would give an equal score; of one of our scorers, which keep nothing that they return."""
+    return (
+        type(score.score) is float
+        and abs(score.score) <= SCORE_MAX
+        and not score.parts
+        and type(score.evidence) is str
+        and score.evidence.isascii()
+        and score.excluded_because is None
+        and score.passed is None
+    )
 
 
 def _figure(value: object) -> float:

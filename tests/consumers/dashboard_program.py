@@ -15,16 +15,26 @@ from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.operations_log import OperationsWriter
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
-from replayground.schemas.events import Position
+from replayground.schemas.events import Event, Position
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.topics import TOPICS
 from replayground.streams.log.memory import MemoryLog
+from tests.consumers.believable import believable
 from tests.consumers.long_attempt import long_attempt
 from tests.consumers.operations import operations, replay_started, replayed
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
 
 OLDER = run_of(steps=5, demonstrations=4, run_id="run-0")
 RUN = run_of(steps=12, demonstrations=10)
+
+
+def played(run: SyntheticRun, log: MemoryLog) -> list[Event]:
+    """Puts the run on the log; returns its events."""
+    events = [believable(event) for event in run.events(log.end_positions([topic.name for topic in TOPICS]))]
+    for event in events:
+        log.append(event)
+    return events
 
 
 def main() -> None:
@@ -35,8 +45,8 @@ def main() -> None:
     log.append(
         replay_started(RUN.run_id, [Position(topic="trajectories", partition=p, offset=10**6) for p in range(4)])
     )
-    SyntheticRun(OLDER, evaluation_tasks=4, ended="stopped").append_to(log)
-    for event in replayed(SyntheticRun(RUN, evaluation_tasks=20, asks_people=True).append_to(log)):
+    played(SyntheticRun(OLDER, evaluation_tasks=4, ended="stopped"), log)
+    for event in replayed(played(SyntheticRun(RUN, evaluation_tasks=20, asks_people=True), log)):
         log.append(event)
     for event in operations():
         log.append(event)

@@ -3,17 +3,26 @@
 import io
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import fastavro
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.inspect import IntType, ListType, LiteralType, NoneType, StructType, Type, UnionType, type_info
+from msgspec.structs import replace
 
-from replayground.schemas.codec import Spilled
-from replayground.schemas.compiled_avro import compiled_reader, compiled_writer
-from replayground.schemas.events import EVENTS, Event
+from replayground.schemas.blobs import Blobs
+from replayground.schemas.codec import Codec, Spilled
+from replayground.schemas.compiled_avro import compiled_reader, compiled_struct_reader, compiled_writer
+from replayground.schemas.events import EVENTS, Event, TrajectoryAssembled
 from replayground.schemas.generate import schema_of
+from replayground.schemas.registry import MemoryRegistry
+from replayground.streams.driver import Driver
+from replayground.streams.hops.flow import hops
+from replayground.streams.log.memory import MemoryLog
+from tests.flow.synthetic import RUN_ID, rollout
 
 SCHEMAS = {**{kind.__name__: schema_of(kind) for kind in EVENTS}, "Spilled": Spilled.schema}
 LONG = {
@@ -56,6 +65,37 @@ def values(schema: Any, known: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 
 records = cache(lambda name: values(SCHEMAS[name], {}))
+KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in EVENTS}
+struct_read_of = cache(lambda name: compiled_struct_reader(SCHEMAS[name], KINDS[name], frozenset({"Task"})))
+
+
+def allowed(kind: Type) -> st.SearchStrategy[Any] | None:
+    """Values that a type allows besides what Avro says; None when it allows all."""
+    match kind:
+        case LiteralType():
+            return st.sampled_from(kind.values)
+        case IntType(ge=int() as least, le=int() as most):
+            # Beyond the bounds, too: both readers must refuse it.
+            return st.integers(least - 1, most + 1)
+        case UnionType(types=(one, NoneType()) | (NoneType(), one)):
+            strategy = allowed(one)
+            return None if strategy is None else st.none() | strategy
+    return None
+
+
+def of_kind(kind: StructType, record: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
+    """The record with values of the right kind where the class is stricter than Avro; one in a while is not."""
+    changed = dict(record)
+    for field in kind.fields:
+        inner, value = field.type, record[field.name]
+        strategy = allowed(inner)
+        if strategy is not None:
+            changed[field.name] = data.draw(strategy)
+        elif isinstance(inner, StructType):
+            changed[field.name] = of_kind(inner, value, data)
+        elif isinstance(inner, ListType) and isinstance(inner.item_type, StructType):
+            changed[field.name] = [of_kind(inner.item_type, item, data) for item in value]
+    return changed
 
 
 def as_object(schema: Any, value: Any) -> Any:
@@ -89,6 +129,55 @@ def test_bytes_are_those_of_fastavro_both_ways(name: str, data: st.DataObject) -
     write_of(name)(written, as_object(SCHEMAS[name], record))
     assert written == b"head" + expected
     assert read_of(name)(b"head" + expected, 4) == (record, len(written))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_objects_are_those_that_msgspec_makes_of_the_record(name: str, data: st.DataObject) -> None:
+    kind = type_info(KINDS[name])
+    assert isinstance(kind, StructType)
+    encoded = by_fastavro(name, of_kind(kind, data.draw(records(name)), data))
+    # Of the bytes: what fastavro wrote is what both read.
+    record, end = read_of(name)(encoded, 0)
+    try:
+        expected = msgspec.convert(record, KINDS[name], strict=True)
+    except msgspec.ValidationError:
+        with pytest.raises(ValueError, match=r"^\w+$"):
+            struct_read_of(name)(encoded, 0)
+        return
+    # Twice: the second time, inner records are those of the first.
+    for _ in range(2):
+        assert struct_read_of(name)(encoded, 0) == (expected, end)
+
+
+def test_a_record_that_repeats_is_read_once_and_another_one_is_not_taken_for_it() -> None:
+    read = struct_read_of("TrajectoryAssembled")
+    one, other = (trajectory_with(prompt) for prompt in ("What is 3+4?", "What is 3+5?"))
+    first, again, changed = (read(encoded, 0)[0] for encoded in (one, one, other))
+    assert first.task is again.task
+    assert (again.task.prompt, changed.task.prompt) == ("What is 3+4?", "What is 3+5?")
+    assert read(one, 0)[0] == first
+
+
+def trajectory_with(prompt: str) -> bytes:
+    memory = MemoryLog(Codec(MemoryRegistry(), Blobs("memory://")))
+    for event in rollout(0, 0):
+        memory.append(event)
+    Driver(memory, hops((), "centred"), RUN_ID).run_until_caught_up()
+    (delivery,) = memory.reader(["trajectories"]).poll(10, 0.0)
+    assert isinstance(delivery.event, TrajectoryAssembled)
+    written = bytearray()
+    write_of("TrajectoryAssembled")(written, replace(delivery.event, task=replace(delivery.event.task, prompt=prompt)))
+    return bytes(written)
+
+
+def test_a_class_that_is_stricter_than_is_known_here_is_not_compiled() -> None:
+    class Short(Event, frozen=True, kw_only=True):
+        words: Annotated[list[str], msgspec.Meta(max_length=2)]
+
+    with pytest.raises(NotImplementedError, match="max_length=2"):
+        compiled_struct_reader(schema_of(Short), Short)
 
 
 @settings(max_examples=150, deadline=None)

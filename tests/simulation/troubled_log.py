@@ -178,6 +178,7 @@ class TroubledTransactor:
     def __init__(self, fate: Fate, beneath: MemoryTransactor) -> None:
         self._fate = fate
         self._beneath = beneath
+        self._held: list[Event] = []
 
     def commit(self, events: Sequence[Event], reader: Reader | None, tombstones: Sequence[Tombstone] = ()) -> None:
         self._fate.may_kill()
@@ -189,5 +190,16 @@ class TroubledTransactor:
             self._beneath.commit(events, reader, tombstones)
             reader.in_transaction = False
         self._fate.may_kill()
+
+    def hold(self, events: Sequence[Event]) -> None:
+        self._held += events
+
+    def start_commit(self) -> Callable[[], None]:
+        held, self._held = self._held, []
+        # On the log before or after this call returns; the program is killed between the two, or at any later place.
+        if self._fate.happens(0.5):
+            self.commit(held, None)
+            return lambda: None
+        return lambda: self.commit(held, None)
 
     def close(self) -> None: ...

@@ -191,6 +191,7 @@ class Failing(MemoryLog):
 
 class _FailingTransactor(MemoryTransactor):
     def __init__(self, log: Failing, inner: MemoryTransactor) -> None:
+        super().__init__(log, inner._name, inner._epoch)
         self._chance, self._inner = log.chance, inner
 
     def commit(self, events: Sequence[Event], reader: Reader | None, tombstones: Sequence[Tombstone] = ()) -> None:

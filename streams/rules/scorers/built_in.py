@@ -88,6 +88,8 @@ class BuiltInScorer:
 
     def for_task(self, task: Task) -> Self:
         """The scorer with the settings that the tags of the task have for it. Raises ValueError."""
+        if not task.tags:
+            return self
         prefix = f"{self.name}."
         found = {name.removeprefix(prefix): text for name, text in task.tags.items() if name.startswith(prefix)}
         if not found:
