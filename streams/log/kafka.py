@@ -105,7 +105,7 @@ def _consumer_settings(connection: Connection, refusals: AuthenticationFailures,
         "fetch.queue.backoff.ms": 10,
         # one fetch may exceed the second bound, and by as much as it was compressed: so it is kept small
         "fetch.message.max.bytes": 256 * 1024,
-        "queued.max.messages.kbytes": 32 * 1024,
+        "queued.max.messages.kbytes": 4 * 1024,
     }
 
 

@@ -39,6 +39,7 @@ killed; it repeats what it wrote since its last commit, which are fewer."""
 GROUPS_REMEMBERED = 2048
 """How many completed groups of a partition are remembered. An attempt of a worker that was taken for dead comes minutes
 after another one has filled its member: with enough of them a group would be completed twice."""
+_WRITTEN = ("rewards", "groups", "snapshots")
 _POLL_EVENTS = 50
 "few enough to stay in the processor's cache between decoding and judging: 15 % faster than with 200"
 _REPORT_SECONDS = 0.1
@@ -217,8 +218,8 @@ def rescore_partitions(
 def _rescored(log: Log, opening: "_Opening", report: Report, stop: threading.Event) -> PartitionState | None:
     """One try to judge a partition, until its end or the first failure."""
     opening.begin()
-    # Meanwhile, since the first event asks the registry for all schemas.
-    log.codec.register_all()
+    # Meanwhile, or the first event would wait for the registry.
+    log.codec.register(_WRITTEN)
     opened = opening.take()
     try:
         return _PartitionWork(opened, opening.fold, opening.wanted, report, stop).go()
