@@ -38,7 +38,7 @@ def snapshot_to_continue(log: Log, run: Run, code_version: str) -> SnapshotTaken
 
 def _newest(log: Log, run: Run) -> SnapshotTaken | None:
     # Reads to the end: compaction removes older snapshots only after a while.
-    reader = log.reader(["snapshots"], start=run.start, run_id=run.run_id)
+    reader = log.reader(["snapshots"], start=run.start, run_id=run.run_id, partitions=[0])
     newest: SnapshotTaken | None = None
     try:
         is_behind = not reader.caught_up()

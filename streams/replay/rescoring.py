@@ -43,6 +43,8 @@ _WRITTEN = ("rewards", "groups", "snapshots")
 _POLL_EVENTS = 50
 "few enough to stay in the processor's cache between decoding and judging: 15 % faster than with 200"
 _REPORT_SECONDS = 0.1
+_READ_AHEAD = 3000
+"trajectories before the end of a partition from which on those of the next one are fetched"
 _POLL_SECONDS = 0.2
 _COLLECTED_AT = 10_000
 "new objects between two garbage collections"
@@ -199,10 +201,18 @@ def rescore_partitions(
         for number, opening in enumerate(openings):
             ahead = openings[number + 1 : number + 2]
 
-            def told(partition: int, state: PartitionState, next_ones: list[_Opening] = ahead) -> None:
+            def told(
+                partition: int,
+                state: PartitionState,
+                next_ones: list[_Opening] = ahead,
+                wanted: PartitionRange = opening.wanted,
+            ) -> None:
                 report(partition, state)
+                end = wanted.end()
                 for one in next_ones:
                     one.begin()
+                    if end is not None and end - state.offset <= _READ_AHEAD:
+                        one.begin_reading()
 
             work = partial(_rescored, log, opening, told, stop)
             state = while_log_is_away(work, stop, partition=opening.wanted.start.partition)
@@ -249,20 +259,27 @@ class _Opening:
         self._run = msgspec.structs.replace(run, program=f"replay-{wanted.start.partition}")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="open")
         self._begun: Future[_Opened] | None = None
+        self._may_read = threading.Event()
 
     def begin(self) -> None:
         """Opens it, if that has not begun."""
         if self._begun is None:
             self._begun = self._thread.submit(self._open)
 
+    def begin_reading(self) -> None:
+        """Goes on to its trajectories. Until then nothing of them is fetched, or two partitions would be in memory."""
+        self._may_read.set()
+
     def take(self) -> _Opened:
         """What was opened since `begin`. Raises what opening raises."""
         assert self._begun is not None
+        self.begin_reading()
         begun, self._begun = self._begun, None
         return begun.result()
 
     def close(self) -> None:
         """Closes what was opened and never taken."""
+        self.begin_reading()
         self._thread.shutdown()
         if self._begun is not None and self._begun.exception() is None:
             self._begun.result().close()
@@ -276,6 +293,7 @@ class _Opening:
             state = PartitionState(self.wanted.start.offset)
             if taken is not None:
                 state = msgspec.msgpack.decode(taken.state, type=PartitionState)
+            self._may_read.wait()
             start, runs = [_position(partition, state)], self.wanted.sources
             reader = self._log.reader([TOPIC], start=start, run_id=runs, partitions=[partition])
         except BaseException:
