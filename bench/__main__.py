@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.plots import FOLDER
 from bench.rounds import Figure
 
-SUBJECTS = ("log", "rollouts", "sandboxes", "endless", "shared", "traces", "replay")
+SUBJECTS = ("log", "rollouts", "sandboxes", "endless", "shared", "traces", "replay", "trainer", "weights")
 _PAGE = Path(__file__).parent.parent / "docs" / "bench.md"
 
 

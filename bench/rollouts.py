@@ -84,7 +84,7 @@ def measure(quick: bool) -> dict[str, Figure]:
 
 def _tokens(site: "_Site", folder: Path, count: int, rounds: int) -> dict[str, Figure]:
     """Tokens per second of a worker and of a bare client, on the same prompts with the same concurrency."""
-    with _vllm(folder / "vllm", site.files) as url:
+    with served_model(folder / "vllm", site.files) as url:
         settings = RolloutsSettings(servers=[url], slots=_AT_ONCE)
         ratios: list[float] = []
         rates: list[float] = []
@@ -129,7 +129,7 @@ async def _bare(url: str, prompts: Sequence[list[int]]) -> tuple[float, int]:
 
 
 @contextmanager
-def _vllm(folder: Path, files: dict[str, bytes]) -> Iterator[str]:
+def served_model(folder: Path, files: dict[str, bytes]) -> Iterator[str]:
     """URL of a vLLM server with version 0 of the model, labelled as if a reloader had verified it."""
     folder.mkdir()
     for name, data in files.items():

@@ -6,15 +6,19 @@ sink_to_bare        the traces program's writer beside the bare parts: confluent
                     the threads of ClickHouse and the consumer, so that waiting for a batch counts for neither
 visible_seconds     from the time of an event until a query of the store returns it, at 1,000 events a second; and until the
                     page over HTTP has it, looked at once a second as a live view does
-views_…             every view of SQL about one run (its first hundred rows, and all of them counted), and every view of the
-                    page as whole HTML, as after new rows of the run, in a store of 10^5, 10^6 (and 10^7) events of runs alike:
-                    95th percentile over rounds of the slowest, and how the one that grows most grows. Processor
-                    milliseconds, with one thread for a question: what it takes on a core that is free; and elapsed
+views_…, pages_…    every view of SQL about one run (its first hundred rows, and all of them counted), and every view of the
+                    page as whole HTML, as after new rows of the run, in stores of 10^5, 10^6 (and 10^7) events of runs alike:
+                    95th percentile over rounds of the slowest, and how the one that grows most grows within a round.
+                    Processor milliseconds, with one thread for a question: what it takes on a core that is free; and elapsed
+hostile_…           longest seconds of GET /api/overview while twenty statements without bound are sent to POST /api/sql at once,
+                    until all of them have ended; beside what it takes alone
 stored_to_log       bytes on disk of an event, merged, beside those of its message on the log (compressed, as produced)
 """
 
+import gc
 import io
 import itertools
+import math
 import os
 import random
 import socket
@@ -25,9 +29,10 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +68,7 @@ from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.registry import ConfluentRegistry
 from replayground.schemas.topics import TOPICS
 from replayground.streams.log.kafka import KafkaLog
+from tests.consumers.sql_attacks import WITHOUT_BOUND
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
 
 _BATCH_ROWS = TracesSettings().batch_rows_max
@@ -76,14 +82,16 @@ _CONSUMER = {
     "queued.max.messages.kbytes": 32 * 1024,
 }
 _COPIES_AT_ONCE = 20
-_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777")
+_TABLE = Path(__file__).parent.parent / "docs" / "bench_traces.md"
+_DRAWN = ("turns", "trajectories", "rewards", "pass_at_k", "lineage whole", "page /flow")
+_COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
 
 
 def measure(quick: bool) -> dict[str, Figure]:
     """Limits: sink_to_bare at least 0.7, visible_seconds at most 2, views at 10^6 events at most 300 ms, and growth of
     those of one run from 10^6 to 10^7 at most 2."""
     figures: dict[str, Figure] = {}
-    for name in ("sink", "visible", "views"):
+    for name in ("sink", "visible", "hostile", "views"):
         figures |= PARTS[name](quick)
     return figures
 
@@ -99,19 +107,27 @@ def _of_visible(quick: bool) -> dict[str, Figure]:
         return _visible(log, f"chdb://{folder}/store", seconds=5 if quick else 20)
 
 
+def _of_hostile(quick: bool) -> dict[str, Figure]:
+    with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, _log(Path(folder)) as (_, log):
+        _fill(log, steps=100)
+        return _hostile(log, f"chdb://{folder}/store", rounds=1 if quick else 3)
+
+
 def _of_views(sizes: Sequence[int], rounds: int, quick: bool) -> dict[str, Figure]:
-    # In a folder that stays when TRACES_BENCH_FOLDER names one: a part that was interrupted, or a larger one, goes on.
+    # In a folder that stays when TRACES_BENCH_FOLDER names one: a part that was interrupted goes on.
     kept = os.environ.get("TRACES_BENCH_FOLDER")
     with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder:
-        return views(Path(kept or folder), (20_000, 100_000) if quick else sizes, 5 if quick else rounds)
+        chosen, times = ((20_000, 100_000), 5) if quick else (sizes, rounds)
+        return views(Path(kept or folder), chosen, times, is_kept=len(chosen) > 2)
 
 
 PARTS: dict[str, Callable[[bool], dict[str, Figure]]] = {
     "sink": _of_sink,
     "visible": _of_visible,
-    "views": partial(_of_views, (100_000, 1_000_000), 20),
-    # Ten minutes and more: not part of `measure`.
-    "views_10m": partial(_of_views, (1_000_000, 10_000_000), 10),
+    "hostile": _of_hostile,
+    "views": partial(_of_views, (100_000, 1_000_000), 10),
+    # Half an hour and more, and 5 GB of disk: not part of `measure`. Writes the plot and docs/bench_traces.md.
+    "views_10m": partial(_of_views, (100_000, 1_000_000, 10_000_000), 10),
 }
 "each can be measured alone: `python -m bench traces:sink`"
 
@@ -129,10 +145,14 @@ def _fill(log: KafkaLog, steps: int) -> int:
 def _sink(addresses: LogAddresses, log: KafkaLog, dsn: str, events: int, rounds: int) -> dict[str, Figure]:
     found: list[tuple[float, float]] = []
     rows = [delivery_row(delivery) for delivery in _deliveries(log)]
-    for number in range(rounds):
+    prepared = [_columns_of(rows[at : at + _BATCH_ROWS]) for at in range(0, len(rows), _BATCH_ROWS)]
+    # The rows of the bench itself: each collection of garbage would walk through all of them.
+    gc.collect()
+    gc.freeze()
+    # The first round is not counted: whoever comes first in it loads what both need.
+    for number in range(rounds + 1):
         # Each database is new: both write into empty tables.
         bare_store, sink_store = (Store(dsn, f"{name}_{number}", threads=1) for name in ("bare", "sink"))
-        prepared = [_columns_of(rows[at : at + _BATCH_ROWS]) for at in range(0, len(rows), _BATCH_ROWS)]
         sides: list[tuple[str, Callable[[], float]]] = [
             ("bare", partial(_bare_seconds, addresses, bare_store, prepared, events)),
             ("sink", partial(_sink_seconds, log, sink_store)),
@@ -140,7 +160,8 @@ def _sink(addresses: LogAddresses, log: KafkaLog, dsn: str, events: int, rounds:
         # Every other round in reverse order: neither side may always find the machine warm.
         seconds = {name: side() for name, side in (sides if number % 2 == 0 else reversed(sides))}
         assert sink_store.checksums()["events"][0] == bare_store.checksums()["events"][0] == events
-        found.append((seconds["bare"], seconds["sink"]))
+        if number > 0:
+            found.append((seconds["bare"], seconds["sink"]))
         print(f"  {seconds}", file=sys.stderr, flush=True)
         figures = _sizes(sink_store, log, events)
         bare_store.close()
@@ -161,7 +182,9 @@ def _deliveries(log: KafkaLog) -> Iterator[Any]:
 
 def _sink_seconds(log: KafkaLog, store: Store) -> float:
     """Processor seconds of the traces program's writer, from an empty store to one that has everything."""
-    writer, stop = TraceWriter(log, store, FIELD_RUN, TracesSettings(), ProgramMetrics()), threading.Event()
+    # So long that batches are full, as those of the bare part, also on a machine that is busy with other work.
+    settings = TracesSettings(flush_seconds=5.0)
+    writer, stop = TraceWriter(log, store, FIELD_RUN, settings, ProgramMetrics()), threading.Event()
     thread = threading.Thread(target=writer.write_until, args=(stop,))
     began = time.process_time()
     thread.start()
@@ -289,12 +312,12 @@ def _sizes(store: Store, log: KafkaLog, events: int) -> dict[str, Figure]:
     }
 
 
-def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
-    """Seconds until an event can be queried, and until it is on the page, at a thousand a second."""
-    store = Store(dsn, "visible", threads=1)
+@contextmanager
+def _served(log: KafkaLog, store: Store, dsn: str) -> Iterator[str]:
+    """The traces program in this process, caught up; yields the address of its page."""
     writer, stop = TraceWriter(log, store, FIELD_RUN, TracesSettings(), ProgramMetrics()), threading.Event()
     lag = LagWatch(log, ProgramMetrics())
-    settings = TracesSettings(port=_free_port())
+    settings = TracesSettings(dsn=dsn, database=_VISIBLE, port=_free_port(), sql_seconds_max=5.0)
     web = WebServer(store, settings, LogSource(log, lag, writer, OperationsWriter(log)))
     thread = threading.Thread(target=writer.write_until, args=(stop,))
     thread.start()
@@ -302,7 +325,61 @@ def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
     web.start()
     while not writer.await_caught_up(60.0):
         pass
-    look = _Look(f"http://127.0.0.1:{settings.port}")
+    try:
+        yield f"http://127.0.0.1:{settings.port}"
+    finally:
+        stop.set()
+        thread.join()
+        web.stop()
+        lag.stop()
+        store.close()
+
+
+def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
+    """Seconds until an event can be queried, and until it is on the page, at a thousand a second."""
+    store = Store(dsn, _VISIBLE, threads=1)
+    with _served(log, store, dsn) as address:
+        return _visible_at(address, log, store, seconds)
+
+
+def _hostile(log: KafkaLog, dsn: str, rounds: int) -> dict[str, Figure]:
+    """Seconds of the page's overview while statements without bound are asked, the longest of each round."""
+    store = Store(dsn, _VISIBLE, threads=1)
+    with _served(log, store, dsn) as address:
+        alone = [_overview_seconds(address) for _ in range(20)]
+        longest: list[float] = []
+        for _ in range(rounds):
+            asked = [threading.Thread(target=_ask, args=(address, WITHOUT_BOUND[n % 6])) for n in range(20)]
+            for thread in asked:
+                thread.start()
+            seconds = [_overview_seconds(address)]
+            while any(thread.is_alive() for thread in asked):
+                seconds.append(_overview_seconds(address))
+                time.sleep(0.1)
+            longest.append(max(seconds))
+            print(f"  {len(seconds)} times: longest {max(seconds):.2f} s", file=sys.stderr, flush=True)
+    return {"overview_seconds": figure(alone), "hostile_overview_seconds_longest": figure(longest)}
+
+
+def _overview_seconds(address: str) -> float:
+    began = time.perf_counter()
+    with urllib.request.urlopen(f"{address}/api/overview", timeout=120) as response:
+        assert response.read()
+    return time.perf_counter() - began
+
+
+def _ask(address: str, statement: str) -> None:
+    body = msgspec.json.encode({"sql": statement})
+    request = urllib.request.Request(f"{address}/api/sql", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            raise AssertionError(f"it was answered: {response.read()[:200]!r}")
+    except urllib.error.HTTPError as refused:
+        refused.close()
+
+
+def _visible_at(address: str, log: KafkaLog, store: Store, seconds: int) -> dict[str, Figure]:
+    look = _Look(address)
     look.start()
     waits: list[float] = []
     began = time.perf_counter()
@@ -321,11 +398,6 @@ def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
         time.sleep(0.1)
     log.flush()
     look.stop()
-    stop.set()
-    thread.join()
-    web.stop()
-    lag.stop()
-    store.close()
     print(f"  {appended:,} events in {seconds} s, {len(look.waits)} looks at the page", file=sys.stderr, flush=True)
     return {
         "visible_seconds_p95": figure([_percentile(waits)]),
@@ -390,6 +462,8 @@ def _free_port() -> int:
 # --- reading
 
 _RUN = "copy-0"
+# The list of runs; what people did on the whole field; and rejects, which have their numbers among those of all runs.
+_PAGES_OF_ALL_RUNS = (addresses.RUNS, addresses.AUDIT, addresses.REJECTS)
 _STORED_VIEWS = tuple(view.name for view in VIEWS if view.sql)
 
 
@@ -403,39 +477,89 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Taken:
-    """95th percentiles of one question at one size."""
+    """Milliseconds of one question at one size, round by round."""
 
-    processor_ms: float
-    elapsed_ms: float
+    processor: list[float]
+    elapsed: list[float]
+
+    @property
+    def processor_ms(self) -> float:
+        return _percentile(self.processor)
+
+    @property
+    def elapsed_ms(self) -> float:
+        return _percentile(self.elapsed)
+
+    def __str__(self) -> str:
+        return f"{self.processor_ms:.0f} ({self.elapsed_ms:.0f} elapsed)"
 
 
-def views(folder: Path, sizes: Sequence[int], rounds: int) -> dict[str, Figure]:
-    """Asks every view of SQL and of the page at each size. A store in `folder` from an earlier call is grown."""
-    store = Store(f"chdb://{folder}/views", "views", threads=1)
+def views(folder: Path, sizes: Sequence[int], rounds: int, is_kept: bool) -> dict[str, Figure]:
+    """Asks every view of SQL and of the page at each size, all sizes in every round, so that growth is a ratio within a
+    round. Each size has a database of its own; those that are in `folder` from an earlier call are not made again.
+    `is_kept` writes the plot and the table."""
+    stores = {size: _store_of(folder, size) for size in sizes}
+    questions = {size: _questions(store) for size, store in stores.items()}
+    found: dict[int, dict[str, _Taken]] = {size: {} for size in sizes}
+    for name in questions[sizes[0]]:
+        taken = _taken({size: questions[size][name].ask for size in sizes}, rounds)
+        for size in sizes:
+            found[size][name] = taken[size]
+        print(f"  {name}: {', '.join(str(taken[size]) for size in sizes)}", file=sys.stderr, flush=True)
+    of_one_run = [name for name, question in questions[sizes[0]].items() if question.of_one_run]
+    for store in stores.values():
+        store.close()
+    if is_kept:
+        _plot(found)
+        _write_table(found, of_one_run, rounds)
+    return _figures(found, of_one_run)
+
+
+def _store_of(folder: Path, size: int) -> Store:
+    """A store with so many events, when ClickHouse has merged what it merges by itself."""
+    store = Store(f"chdb://{folder}/views", f"views_{size}", threads=1)
     base = list(SyntheticRun(run_of(steps=150, demonstrations=20, run_id=_RUN), evaluation_tasks=50).events())
     store.insert([event_row(Address(event.meta.topic, 0, at), event) for at, event in enumerate(base)])
-    found: dict[int, dict[str, _Taken]] = {}
-    for size in sizes:
-        _copy_until(store, len(base), size)
-        found[size] = {name: _p95(question.ask, rounds) for name, question in _questions(store).items()}
-        _show_slowest(size, found[size])
-    of_one_run = [name for name, question in _questions(store).items() if question.of_one_run]
-    store.close()
-    _plot(found)
-    return _figures(found, of_one_run)
+    _copy_until(store, len(base), size)
+    # Merges are processor time of this process, too.
+    while int(store.ask("SELECT count() FROM system.merges").rows[0][0]):
+        time.sleep(1.0)
+    return store
+
+
+def _taken(asked: Mapping[int, Callable[[], object]], rounds: int) -> dict[int, "_Taken"]:
+    """What one question takes at each size."""
+    for ask in asked.values():
+        ask()
+    processor: dict[int, list[float]] = {size: [] for size in asked}
+    elapsed: dict[int, list[float]] = {size: [] for size in asked}
+    for number in range(rounds):
+        # Every other round in reverse order: no size may always find the machine warm.
+        for size, ask in list(asked.items())[:: 1 if number % 2 == 0 else -1]:
+            began, at = time.process_time(), time.perf_counter()
+            ask()
+            processor[size].append((time.process_time() - began) * 1000)
+            elapsed[size].append((time.perf_counter() - at) * 1000)
+    return {size: _Taken(processor[size], elapsed[size]) for size in asked}
+
+
+def _growth(before: "_Taken", after: "_Taken") -> Figure:
+    return figure(late / early for early, late in zip(before.processor, after.processor, strict=True))
 
 
 def _figures(found: dict[int, dict[str, _Taken]], of_one_run: Sequence[str]) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     for size, taken in found.items():
-        figures[f"views_p95_ms_worst_at_{size}"] = figure([max(one.processor_ms for one in taken.values())])
-        figures[f"views_elapsed_p95_ms_worst_at_{size}"] = figure([max(one.elapsed_ms for one in taken.values())])
-        figures[f"list_of_runs_p95_ms_at_{size}"] = figure([taken["page /"].processor_ms])
+        pages = [one for name, one in taken.items() if name.startswith("page ")]
+        of_sql = [one for name, one in taken.items() if not name.startswith("page ")]
+        for told, some in (("views", of_sql), ("pages", pages)):
+            figures[f"{told}_p95_ms_worst_at_{size}"] = figure([max(one.processor_ms for one in some)])
+            figures[f"{told}_elapsed_p95_ms_worst_at_{size}"] = figure([max(one.elapsed_ms for one in some)])
     for before, after in itertools.pairwise(found):
-        growth = {name: found[after][name].processor_ms / found[before][name].processor_ms for name in of_one_run}
-        worst_one = max(growth, key=lambda name: growth[name])
-        print(f"  from {before:,} to {after:,}: {worst_one} grows most, {growth[worst_one]:.2f}", file=sys.stderr)
-        figures[f"views_growth_worst_{before}_to_{after}"] = figure([growth[worst_one]])
+        growth = {name: _growth(found[before][name], found[after][name]) for name in of_one_run}
+        worst_one = max(growth, key=lambda name: growth[name].median)
+        print(f"  from {before:,} to {after:,}: {worst_one} grows most, {growth[worst_one]}", file=sys.stderr)
+        figures[f"growth_worst_{before}_to_{after}"] = growth[worst_one]
     return figures
 
 
@@ -467,7 +591,8 @@ def _questions(store: Store) -> dict[str, _Question]:
             questions[f"{name}{told}"] = _Question(partial(store.ask, statement))
     traces = Traces(store, TracesSettings(), None)
     for path, query in _pages(store).items():
-        questions[f"page {path}"] = _Question(partial(_page, traces, path, query), of_one_run="run" in query)
+        is_of_one = path not in _PAGES_OF_ALL_RUNS
+        questions[f"page {path}"] = _Question(partial(_page, traces, path, query), of_one_run=is_of_one)
     return questions
 
 
@@ -501,8 +626,8 @@ def _pages(store: Store) -> dict[str, dict[str, list[str]]]:
 def _page(traces: Traces, path: str, query: dict[str, list[str]]) -> None:
     """The whole HTML, as after new rows of the run: nothing that was asked about it is known any more."""
     kept = traces.answers._kept
-    # New rows of a run are no new runs, and what the list says of the others stays.
-    for key in [key for key in kept if key[0] != queries.RUN_FACTS]:
+    # New rows of a run are no new runs, and what was asked about others stays.
+    for key in [key for key in kept if key[0] != queries.RUN_FACTS and not _is_of_another(key[1:])]:
         del kept[key]
     traces._seen.clear()
     traces._runs._figures.pop(_RUN, None)
@@ -510,35 +635,52 @@ def _page(traces: Traces, path: str, query: dict[str, list[str]]) -> None:
     assert response.status_code == 200, bytes(response.body).decode()[-2000:]
 
 
-def _p95(question: Callable[[], object], rounds: int) -> _Taken:
-    question()
-    processor: list[float] = []
-    elapsed: list[float] = []
-    for _ in range(rounds):
-        began, at = time.process_time(), time.perf_counter()
-        question()
-        processor.append(time.process_time() - began)
-        elapsed.append(time.perf_counter() - at)
-    return _Taken(_percentile(processor) * 1000, _percentile(elapsed) * 1000)
+def _is_of_another(parameters: Sequence[tuple[str, Any]]) -> bool:
+    return any(name == "run" and value not in ("", _RUN) for name, value in parameters)
 
 
 def _percentile(seconds: Sequence[float]) -> float:
     return sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * 0.95))]
 
 
-def _show_slowest(size: int, taken: dict[str, _Taken]) -> None:
-    slowest = sorted(taken.items(), key=lambda one: -one[1].processor_ms)[:5]
-    told = ", ".join(f"{name} {one.processor_ms:.0f} ({one.elapsed_ms:.0f} elapsed)" for name, one in slowest)
-    print(f"  {size:,} events, slowest in ms: {told}", file=sys.stderr, flush=True)
-
-
 def _plot(found: dict[int, dict[str, _Taken]]) -> None:
-    shown = ("turns", "trajectories", "rewards", "pass_at_k", "lineage", "page /flow", "page /")
     lines = [
-        Line(name, [(float(size), taken[name].processor_ms) for size, taken in found.items()], colour, marks=True)
-        for name, colour in zip(shown, _COLOURS, strict=True)
+        Line(name, [(math.log10(size), taken[name].processor_ms) for size, taken in found.items()], colour, marks=True)
+        for name, colour in zip(_DRAWN, _COLOURS, strict=True)
     ]
-    write_plot("traces_views", "Milliseconds of a question (p95) by events in the store", lines, "events")
+    write_plot(
+        "traces_views", "Processor milliseconds of a question (p95)", lines, "events in the store: 10 to the power of"
+    )
+
+
+def _write_table(found: dict[int, dict[str, _Taken]], of_one_run: Sequence[str], rounds: int) -> None:
+    """docs/bench_traces.md: every question at every size."""
+    sizes = list(found)
+    rows = []
+    for name in found[sizes[0]]:
+        taken = [found[size][name] for size in sizes]
+        growth = [str(_growth(before, after)) for before, after in itertools.pairwise(taken)]
+        told = [f"{one.processor_ms:.0f} ({one.elapsed_ms:.0f})" for one in taken]
+        rows.append(" | ".join([f"| {name}{'' if name in of_one_run else ' (of all runs)'}", *told, *growth]) + " |")
+    heads = [*(f"{size:,} events" for size in sizes), *(f"{a:,} to {b:,}" for a, b in itertools.pairwise(sizes))]
+    _TABLE.write_text(
+        "\n".join(
+            [
+                "# Questions by the size of the trace store",
+                "",
+                f"Written by `python -m bench traces:views_10m` on {datetime.now(UTC):%Y-%m-%d}, {rounds} rounds.",
+                "Processor milliseconds with one thread, the 95th percentile, and in brackets the time that passed on a",
+                "machine with other work; then how the question grows: ratio within a round, median (lowest–highest).",
+                "A name is a view of SQL about one run, its first hundred rows; `whole`: all of its rows counted;",
+                "`page …`: a view of the [dashboard](dashboard.md) as whole HTML, as after new rows of the run.",
+                "",
+                f"| question | {' | '.join(heads)} |",
+                f"|---|{'---|' * len(heads)}",
+                *rows,
+                "",
+            ]
+        )
+    )
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class AlertWatch:
         self._hook = Webhook(webhook) if webhook else None
         self._standings: dict[str, AlertStanding] = {}
         self._looks: dict[str, AlertLook] = {}
+        self._asks_again_at = 0.0
         self._due: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="alerts", daemon=True)
@@ -142,6 +143,8 @@ class AlertWatch:
     def _next_due(self) -> str | None:
         """The alert that has waited longest beyond its time."""
         now = time.monotonic()
+        if now < self._asks_again_at:
+            return None
         due = [(self._due.get(name, 0.0), name) for name in self.standings()]
         return min(due)[1] if due and min(due)[0] <= now else None
 
@@ -157,7 +160,8 @@ class AlertWatch:
         state = standing.change(value)
         if state is not None:
             self._change(name, state, value)
-        self._stop.wait(_REST_SHARE * took)
+        # Only questions wait: what is set and removed meanwhile is still followed.
+        self._asks_again_at = time.monotonic() + _REST_SHARE * took
 
     def _answer(self, sql: str) -> tuple[float | None, str]:
         try:

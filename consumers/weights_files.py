@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from replayground.schemas.blobs import Blobs
@@ -26,12 +27,19 @@ def digest_of(files: list[WeightsFile]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class WeightsFolder:
     """Unpacks weight versions below one folder and keeps the last used ones. Belongs to one thread."""
 
     def __init__(self, root: Path, blobs: Blobs) -> None:
         self._root = root
         self._blobs = blobs
+        self._fetched: dict[str, Path] = {}
+        "files of the folder unpacked last, by sha256"
         self._root.mkdir(parents=True, exist_ok=True)
         # Left by a process that was killed. Each is as large as the weights, so they would fill the disk.
         for unfinished in self._root.glob(f"{_UNFINISHED}*"):
@@ -51,6 +59,7 @@ class WeightsFolder:
             self._fill(published, unfinished)
             # Atomic: a kill before this line leaves only an unfinished folder.
             unfinished.rename(target)
+            self._fetched = self._files_in(target, published)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
@@ -61,12 +70,29 @@ class WeightsFolder:
         apart = (WEIGHTS, ADAPTER, ADAPTER_CONFIG) if published.kind == "lora" else ()
         for file in published.files:
             if file.name not in apart:
-                self._blobs.get_to_file(file.uri, file.sha256, folder / _plain_name(file.name))
+                self._fetch(file, folder / _plain_name(file.name))
         if apart:
             files = {file.name: file for file in published.files}
             if missing := [name for name in apart if name not in files]:
                 raise BlobDamaged(f"version {published.version} is an adapter without {missing[0]}")
             self._merge(files, folder)
+
+    def _files_in(self, folder: Path, published: WeightsPublished) -> dict[str, Path]:
+        # Merged weights have the name of those they were made from, and are others.
+        made_here = (WEIGHTS,) if published.kind == "lora" else ()
+        paths = {file.sha256: folder / file.name for file in published.files if file.name not in made_here}
+        return {sha256: path for sha256, path in paths.items() if path.exists()}
+
+    def _fetch(self, file: WeightsFile, path: Path) -> None:
+        # Most files of a version are those of the one before it, and each write waits for the disk twice.
+        known = self._fetched.get(file.sha256)
+        # A disk without links, or a folder that was removed.
+        with suppress(OSError):
+            # Read again: a file that was damaged since must not become part of another version.
+            if known is not None and _sha256(known) == file.sha256:
+                path.hardlink_to(known)
+                return
+        self._blobs.get_to_file(file.uri, file.sha256, path)
 
     def _merge(self, files: Mapping[str, WeightsFile], folder: Path) -> None:
         # numpy: most runs have no adapter.

@@ -220,7 +220,7 @@ def up(
         Path | None,
         typer.Argument(
             metavar="[FIELD.toml]",
-            help="Config with [log], [blobs], [traces], [local]; without it, all on this machine.",
+            help="Config with sections log, blobs, traces and local; without it, all on this machine.",
         ),
     ] = None,
     field: Field = FIELD,
@@ -229,7 +229,7 @@ def up(
 
     Examples:  replayground up  ·  replayground up field.toml --field /data/field
     """
-    from replayground.deploy.field import mention_old_runs, prepare_field, start_field
+    from replayground.deploy.field import await_other_command, mention_old_runs, prepare_field, start_field
     from replayground.deploy.local.folder import field_folder, hold_lock
     from replayground.deploy.local.stack import terminate_on_signals
     from replayground.deploy.progress import StartProgress
@@ -240,6 +240,7 @@ def up(
     folder = field_folder(field)
     mention_old_runs(folder, _say)
     running = f"the field in {field} is running already: `replayground status` shows it, `replayground down` stops it"
+    await_other_command(folder, _say)
     # The guard inherits the descriptor of the lock, so the lock outlives this command and ends with the field.
     with hold_lock(folder.path, running) as lock:
         resolved = prepare_field(folder, asked)

@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import msgspec
+from msgspec import structs
 
 from replayground.deploy.local.folder import (
     FieldFolder,
     create_field_folder,
+    end_use,
     field_folder,
-    hold_lock,
     is_locked,
+    join_users,
     old_runs,
     require_disk,
     take_lock,
@@ -88,13 +89,7 @@ def start_field(
     # The file is saved before any process starts: programs read their settings from it.
     create_field_folder(folder)
     save(folder, resolved)
-    stack = start(plan_of_field(folder, resolved), progress, lock=lock, foreground=foreground)
-    try:
-        _await_page(stack, resolved)
-    except BaseException:
-        stack.stop()
-        raise
-    return stack
+    return start(plan_of_field(folder, resolved), progress, lock=lock, foreground=foreground)
 
 
 def plan_of_field(folder: FieldFolder, resolved: ResolvedConfig) -> StackPlan:
@@ -119,6 +114,7 @@ def plan_of_field(folder: FieldFolder, resolved: ResolvedConfig) -> StackPlan:
         members=[member_of(program, resolved) for program in PROGRAMS_OF_FIELD],
         disk_free_bytes_min=local.disk_free_bytes_min,
         environment=ENVIRONMENT,
+        await_ready=lambda stack: _await_page(stack, resolved),
     )
 
 
@@ -148,7 +144,13 @@ def running_field(path: Path) -> tuple[FieldFolder, ResolvedConfig]:
     folder = existing_field(path)
     if not is_locked(folder.path):
         raise BadInput(f"the field in {path} is not running: start it with `replayground up`")
-    return folder, _with_log(wait_until_started(folder))
+    resolved = wait_until_started(folder)
+    if resolved.for_one_command:
+        raise BadInput(
+            f"the field in {path} is up for another command alone, which stops it at its end: start it with "
+            "`replayground up` then"
+        )
+    return folder, resolved
 
 
 def ensure_field(
@@ -156,17 +158,20 @@ def ensure_field(
 ) -> tuple[FieldFolder, ResolvedConfig, bool]:
     """The field at this path, started in the background if it is not running; True when this call started it.
 
-    The field sections of `asked` configure a new field; an existing field must agree with them.
-    Raises BadInput, StackFailed."""
-    folder = field_folder(path)
+    The field sections of `asked` configure a new field; an existing field must agree with them. Without `asked` nothing
+    new is made: an empty log holds nothing to go on with. Raises BadInput, StackFailed."""
+    folder = existing_field(path) if asked is None else field_folder(path)
     mention_old_runs(folder, echo)
     # Before the lock is taken: a contradiction must be reported whether or not the field is running.
     if folder.exists and asked is not None:
         require_agreement(asked, load(folder))
     # Who gets the lock starts the field. Two commands at once start it once: the second one waits for the first.
-    lock = take_lock(folder.path)
-    if lock is None:
-        return folder, _with_log(wait_until_started(folder)), False
+    while (lock := take_lock(folder.path)) is None:
+        resolved = wait_until_started(folder)
+        if not resolved.for_one_command:
+            return folder, resolved, False
+        # A run on it would lose its log when that command ends.
+        await_other_command(folder, echo)
     try:
         resolved = prepare_field(folder, None if folder.exists else asked)
         echo(f"the field in {path} is not running: starting it")
@@ -192,28 +197,104 @@ def wait_until_started(folder: FieldFolder) -> ResolvedConfig:
     return load(folder)
 
 
+def await_other_command(folder: FieldFolder, echo: Say) -> None:
+    """Blocks while another command has the field up for itself. Raises BadInput after five minutes."""
+    patience = _Patience(folder, echo)
+    while is_locked(folder.path) and has_started(folder) and load(folder).for_one_command:
+        patience.wait()
+
+
 @contextmanager
 def open_field(path: Path, echo: Say, *, needs_log: bool = True) -> Iterator[tuple[FieldFolder, ResolvedConfig]]:
     """The running field, or one that is started for the time of the block. Without `needs_log`, only the traces program
     is started, without a broker. Raises BadInput, StackFailed."""
     folder = existing_field(path)
-    if is_locked(folder.path):
-        resolved = wait_until_started(folder)
-        yield folder, _with_log(resolved) if needs_log else resolved
-        return
-    with hold_lock(folder.path, f"the field in {path} is being started by somebody else: try again") as lock:
-        resolved = prepare_field(folder, None)
-        if not needs_log:
-            resolved = _without_log(resolved)
-        what = "all of it" if needs_log else "its trace store alone"
-        echo(f"the field in {path} is not running: starting {what} for this command")
-        # In the foreground: if this command is killed, the kernel ends the stack with it.
-        stack = start_field(folder, resolved, SilentProgress(), lock, foreground=True)
-        try:
-            yield folder, resolved
-        finally:
-            stack.stop()
-            echo("the field is stopped again")
+    lock, used = _take_or_join(folder, needs_log, echo)
+    try:
+        if used is not None:
+            yield folder, used
+        else:
+            with _up_for_one_command(folder, lock, needs_log, echo) as resolved:
+                yield folder, resolved
+    finally:
+        os.close(lock)
+
+
+def _take_or_join(folder: FieldFolder, needs_log: bool, echo: Say) -> tuple[int, ResolvedConfig | None]:
+    """The lock of a field that is down; or the field that is up, and a descriptor which keeps it up until it is closed."""
+    patience = _Patience(folder, echo)
+    while (lock := take_lock(folder.path)) is None:
+        use = join_users(folder.path)
+        # None: whoever started the field for itself is about to stop it. Not locked: it has just been stopped.
+        if use is not None and is_locked(folder.path):
+            try:
+                resolved = wait_until_started(folder)
+                if resolved.has_log or not needs_log:
+                    return use, resolved
+            except BadInput:
+                pass  # it did not start: the lock is free now, and the next try tells why
+            except BaseException:
+                os.close(use)
+                raise
+        if use is not None:
+            os.close(use)
+        patience.wait()
+    return lock, None
+
+
+@contextmanager
+def _up_for_one_command(folder: FieldFolder, lock: int, needs_log: bool, echo: Say) -> Iterator[ResolvedConfig]:
+    resolved = structs.replace(prepare_field(folder, None), for_one_command=True)
+    if not needs_log:
+        resolved = _without_log(resolved)
+    what = "all of it" if needs_log else "its trace store alone"
+    echo(f"the field in {folder.path} is not running: starting {what} for this command")
+    # In the foreground: if this command is killed, the kernel ends the stack with it.
+    stack = start_field(folder, resolved, SilentProgress(), lock, foreground=True)
+    try:
+        yield resolved
+    finally:
+        last = _await_users(folder, echo)
+        stack.stop()
+        echo("the field is stopped again")
+        if last is not None:
+            os.close(last)
+
+
+def _await_users(folder: FieldFolder, echo: Say) -> int | None:
+    """Waits for commands that use the field of this one. Returns a descriptor that keeps others from joining, None when
+    they took too long."""
+    patience = _Patience(folder, echo, "other commands use the field in {path}: it is stopped when they have ended")
+    try:
+        while (last := end_use(folder.path)) is None:
+            patience.wait()
+    # Ctrl-C too: the field is stopped all the same, since it would be when this process ends.
+    except (BadInput, KeyboardInterrupt):
+        return None
+    return last
+
+
+class _Patience:
+    """Waits for another command: tells once that it does, and gives up after five minutes."""
+
+    def __init__(
+        self,
+        folder: FieldFolder,
+        echo: Say,
+        told: str = "the field in {path} is up for another command alone: waiting until that has ended",
+    ) -> None:
+        self._sentence = told.format(path=folder.path)
+        self._echo = echo
+        self._began: float | None = None
+
+    def wait(self) -> None:
+        """Blocks for a moment. Raises BadInput when it has waited too long."""
+        if self._began is None:
+            self._began = time.monotonic()
+            self._echo(self._sentence)
+        if time.monotonic() - self._began > _START_SECONDS_MAX:
+            raise BadInput(f"{self._sentence}, which took more than {_START_SECONDS_MAX:g} s")
+        time.sleep(_LOOK_SECONDS)
 
 
 def _await_page(stack: RunningStack, resolved: ResolvedConfig) -> None:
@@ -229,17 +310,10 @@ def _await_page(stack: RunningStack, resolved: ResolvedConfig) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _with_log(resolved: ResolvedConfig) -> ResolvedConfig:
-    """Raises BadInput when another command has started the trace store of the field without its log."""
-    if not resolved.has_log:
-        raise BadInput("another command has the trace store of this field open: try again when it has answered")
-    return resolved
-
-
 def _without_log(resolved: ResolvedConfig) -> ResolvedConfig:
     """The config of a field that serves its trace store without reading the log (decision 0021)."""
-    traces = msgspec.structs.replace(resolved.config.traces, follow=False)
-    return msgspec.structs.replace(resolved, config=msgspec.structs.replace(resolved.config, traces=traces))
+    traces = structs.replace(resolved.config.traces, follow=False)
+    return structs.replace(resolved, config=structs.replace(resolved.config, traces=traces))
 
 
 def mention_old_runs(folder: FieldFolder, echo: Say) -> None:

@@ -66,6 +66,8 @@ class ResolvedConfig(Struct, frozen=True, kw_only=True):
     "how often the run was resumed before"
     positions: tuple[Position, ...] = ()
     "the end of every partition when the run started first"
+    for_one_command: bool = False
+    "whether the command that started the field stops it when it has ended"
 
     def run_of(self, worker: str, program: str = OPERATOR) -> Run:
         """The Run that a program is started with."""

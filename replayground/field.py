@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
+from replayground.consumers.clickhouse.sql_arrow import arrow_column
 from replayground.deploy.field import existing_field
 from replayground.deploy.operate.requests import lineage_of, listed_runs, read_log, select, submit_lines
 from replayground.deploy.operate.tail import EventFilter, topics_of
@@ -77,7 +78,7 @@ class SqlResult:
         except ImportError as error:
             raise ImportError("to_arrow needs pyarrow: install it beside replayground") from error
         # By position, not by name: a SELECT may return two columns of the same name.
-        return pyarrow.table([pyarrow.array(column) for column in self._by_column()], names=list(self.columns))
+        return pyarrow.table([arrow_column(column) for column in self._by_column()], names=list(self.columns))
 
     def to_pandas(self) -> "pandas.DataFrame":
         """The result as a data frame. Raises ImportError without pandas."""

@@ -17,7 +17,8 @@ system calls that a newer kernel adds. Refused on purpose, and why:
 * landlock_add_rule: the runner scopes signals by a ruleset without rules; nothing else of Landlock is needed.
 * timer_create: the kernel would send SIGCONT for it, and wake a process that was stopped so that another agent, or the
   host, can work undisturbed. Answered by ENOSYS, on which `timeout` and others use an older call.
-* madvise(MADV_MERGEABLE): the time of a write to a merged page tells whether another sandbox has the same page.
+* madvise(MADV_MERGEABLE), prctl(PR_SET_MEMORY_MERGE): the time of a write to a merged page tells whether another sandbox
+  has the same page.
 * setrlimit and prlimit64 of RLIMIT_CORE, which the launcher has set to 1: for any other value the kernel would run the
   program of the host that collects core dumps, as root and with the memory of the agent as input.
 * prctl(PR_SCHED_CORE): a cookie of its own keeps the second thread of a core idle, a CPU that no limit counts.
@@ -59,7 +60,7 @@ JUDGED = {
     "prctl": (157, 167),
     "setrlimit": (160, 164),
 }
-PR_SCHED_CORE = 62
+PR_SCHED_CORE, PR_SET_MEMORY_MERGE = 62, 67
 RLIMIT_CORE = 4
 TIMER_CREATE = (222, 107)
 MADV_MERGEABLE = 12
@@ -176,7 +177,7 @@ def judged_calls(column: int, runs_agents_code: bool) -> list[Instruction]:
             number["prlimit64"], 0, [*refuse_unless_equal(0), *(refuse_new_core_limit() if runs_agents_code else [])]
         ),
         *judge(number["setrlimit"], 0, refuse_equal(RLIMIT_CORE)),
-        *judge(number["prctl"], 0, refuse_equal(PR_SCHED_CORE)),
+        *judge(number["prctl"], 0, [*refuse_equal(PR_SCHED_CORE), *refuse_equal(PR_SET_MEMORY_MERGE)]),
         *judge(number["fcntl"], 1, refuse_unless_in(FCNTLS_ALLOWED)),
         # RWF_NOWAIT tells which pages of a file are in memory.
         *judge(number["preadv2"], 5, refuse_unless_equal(0)),

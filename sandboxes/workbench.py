@@ -39,6 +39,7 @@ from replayground.sandboxes.worlds.checks import (
     run_command,
     text_of,
 )
+from replayground.sandboxes.worlds.pattern_process import PatternProcess
 from replayground.sandboxes.worlds.world import World, set_up_world
 
 EMPTY_WORLD = World(name="empty")
@@ -101,6 +102,8 @@ class Workbench:
         self._outside = OutsideCalls(rollout_handle)
         # Pushed before any lease: the stack unwinds in reverse, so the sandboxes are released first.
         self._lease.push_async_callback(self._outside.close)
+        self._patterns = PatternProcess()
+        self._lease.push_async_callback(self._patterns.close)
 
     @property
     def isolation(self) -> str:
@@ -126,7 +129,8 @@ class Workbench:
         refusal = self._refusal(tool, arguments)
         if refusal is not None:
             return Observation(f"error: {refusal}", True, "agent", None, 0.0)
-        trouble = perturbations.draw_perturbation(self.world.perturbations, self._seed, index, tool, arguments)
+        found = await self._patterns_found(tool, arguments)
+        trouble = perturbations.draw_perturbation(self.world.perturbations, self._seed, index, tool, found)
         await asyncio.sleep(trouble.wait_milliseconds / 1000)
         # A busy call never reaches the tool, so it opens no sandbox.
         if trouble.is_busy:
@@ -134,6 +138,13 @@ class Workbench:
             return Observation(perturbations.BUSY_CONTENT, True, "tool", perturbation, trouble.wait_milliseconds)
         result = await self._run(tool, arguments, index, session)
         return self._observe(result, trouble, tool, arguments)
+
+    async def _patterns_found(self, tool: str, arguments: Mapping[str, Any]) -> frozenset[str]:
+        patterns = perturbations.patterns_for(self.world.perturbations, tool)
+        if not patterns:
+            return frozenset()
+        # In another process: what the agent wrote could keep this one busy for hours.
+        return await self._patterns.found(patterns, perturbations.searched_text(arguments))
 
     async def check_world(self) -> list[CheckResult]:
         """What the checks of the world find, now that the agents have ended. Raises SandboxFailed only."""

@@ -100,11 +100,24 @@ _PYTHON_TAG = "<|python_tag|>"
 # Llama writes several calls one after another, with or without a semicolon between them.
 _NEXT_LLAMA_CALL = re.compile(r'\}\s*;?\s*\{\s*"name"')
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_HERMES_END = re.compile("</tool_call>")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER_END = re.compile("</answer>")
+
+
+def _split_after_last(end: re.Pattern[str], text: str) -> tuple[str, str]:
+    """The text up to the last end tag, and the rest.
+
+    Only the first part is searched for pairs of tags. Behind the last end tag a pattern would look for one from every
+    start tag to the end of the text: 32,000 of them, which is one token each, kept a worker busy for a minute."""
+    last = 0
+    for found in end.finditer(text):
+        last = found.end()
+    return text[:last], text[last:]
 
 
 def _read_hermes(text: str, parameters: Parameters) -> ParsedTurn:
-    calls = _HERMES_CALL.findall(text)
+    calls = _HERMES_CALL.findall(_split_after_last(_HERMES_END, text)[0])
     if len(calls) > 1:
         return Malformed(_SEVERAL)
     # Anywhere in the turn, so also an <answer> inside the arguments is refused.
@@ -158,7 +171,9 @@ class _Tags:
     opens: str
     closes: str
     call: re.Pattern[str]
+    call_end: re.Pattern[str]
     argument: re.Pattern[str]
+    argument_end: re.Pattern[str]
     unescaped: bool
     "whether entities such as &lt; in arguments are decoded"
 
@@ -167,25 +182,30 @@ _XML = _Tags(
     opens="<tool ",
     closes="</tool>",
     call=re.compile(r'<tool\s+name="([^"<>]*)"\s*>(.*?)</tool>', re.DOTALL),
+    call_end=re.compile("</tool>"),
     argument=re.compile(r'<arg\s+name="([^"<>]*)"\s*>(.*?)</arg>', re.DOTALL),
+    argument_end=re.compile("</arg>"),
     unescaped=True,
 )
 _QWEN_XML = _Tags(
     opens="<tool_call>",
     closes="</tool_call>",
     call=re.compile(r"<tool_call>\s*<function=([^<>]*)>(.*?)</function>\s*</tool_call>", re.DOTALL),
+    call_end=re.compile(r"</function>\s*</tool_call>"),
     argument=re.compile(r"<parameter=([^<>]*)>(.*?)</parameter>", re.DOTALL),
+    argument_end=re.compile("</parameter>"),
     unescaped=False,
 )
 
 
 def _read_tagged(text: str, parameters: Parameters, tags: _Tags) -> ParsedTurn:
-    calls = tags.call.findall(text)
+    closed, rest = _split_after_last(tags.call_end, text)
+    calls = tags.call.findall(closed)
     if len(calls) > 1:
         return Malformed(_SEVERAL)
     # Unlike hermes: code in an XML argument may contain "<answer>", so only text outside of the call counts.
     if calls:
-        (name, body), outside = calls[0], tags.call.sub("", text)
+        (name, body), outside = calls[0], tags.call.sub("", closed) + rest
         return Malformed(_BOTH) if "<answer>" in outside else _tagged_call(name, body, parameters, tags)
     # No whole call, but the beginning of one: an error, or a cut-off call would pass as an idle turn.
     if tags.opens in text:
@@ -196,12 +216,13 @@ def _read_tagged(text: str, parameters: Parameters, tags: _Tags) -> ParsedTurn:
 
 def _tagged_call(name: str, body: str, parameters: Parameters, tags: _Tags) -> ParsedTurn:
     # Leftover text is mostly an argument with a broken tag. Calling without it would hide the mistake.
-    rest = tags.argument.sub("", body).strip()
+    closed, behind = _split_after_last(tags.argument_end, body)
+    rest = (tags.argument.sub("", closed) + behind).strip()
     if rest:
         return Malformed(f"beside its arguments the call holds {rest[:80]!r}")
     properties = parameters.get(name, {}).get("properties", {})
     arguments: dict[str, Any] = {}
-    for key, value in tags.argument.findall(body):
+    for key, value in tags.argument.findall(closed):
         if key in arguments:
             return Malformed(f"argument {key!r} is given twice")
         arguments[key] = _value(unescape(value) if tags.unescaped else value, properties.get(key, {}))
@@ -226,7 +247,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _answer(text: str) -> ParsedTurn:
-    answered = _ANSWER.search(text)
+    answered = _ANSWER.search(_split_after_last(_ANSWER_END, text)[0])
     if answered:
         return FinalAnswer(answered.group(1).strip())
     return Malformed("<answer> without </answer>") if "<answer>" in text else Idle()

@@ -2,16 +2,16 @@
 
 The wall is a process for each statement when the store is chDB (sql_wall), and a user of its own when it is a ClickHouse
 server (sql_server). At most [traces] sql_waiting_max statements run or wait, a quarter of them of one person; more are
-refused at once, so that nobody's questions hold up those of others. All of it lives in a thread of its own: the threads
-that serve the page are never waiting for a statement of a person.
+refused at once. One person never has all processes, so that nobody's questions hold up those of others. All of it lives
+in a thread of its own: the threads that serve the page are never waiting for a statement of a person.
 """
 
 import asyncio
 import threading
 from collections import Counter
-from typing import Protocol
+from typing import Any, Protocol
 
-from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlBusy
+from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlBusy, SqlRefused
 from replayground.consumers.config import TracesSettings
 
 
@@ -23,7 +23,7 @@ class Wall(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends what is running."""
+        """Frees what it holds; no statement is running."""
         ...
 
 
@@ -35,18 +35,20 @@ class PeopleSql:
         self._settings = settings
         self._is_guarded = is_guarded
         self._waiting: Counter[str] = Counter()
+        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._lock = threading.Lock()
         self._running: tuple[asyncio.AbstractEventLoop, threading.Thread, Wall] | None = None
 
     def ask(self, sql: str, run_id: str | None = None, person: str = "") -> SqlAnswer:
         """The result of one statement, over one run or all; blocks. Raises SqlRefused, and SqlBusy at once."""
         loop, wall = self._started()
-        return asyncio.run_coroutine_threadsafe(self._ask(wall, sql, run_id, person), loop).result()
+        return asyncio.run_coroutine_threadsafe(self._ended(wall, sql, run_id, person), loop).result()
 
     async def asked(self, sql: str, run_id: str | None = None, person: str = "") -> SqlAnswer:
         """As `ask`, for coroutines."""
         loop, wall = self._started()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ask(wall, sql, run_id, person), loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._ended(wall, sql, run_id, person), loop))
 
     @property
     def waiting(self) -> int:
@@ -59,7 +61,7 @@ class PeopleSql:
             running, self._running = self._running, None
         if running is not None:
             loop, thread, wall = running
-            asyncio.run_coroutine_threadsafe(wall.close(), loop).result()
+            asyncio.run_coroutine_threadsafe(self._end(wall), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
@@ -74,18 +76,40 @@ class PeopleSql:
                 self._running = loop, thread, wall
             return self._running[0], self._running[2]
 
+    async def _ended(self, wall: Wall, sql: str, run_id: str | None, person: str) -> SqlAnswer:
+        """As `_ask`; `close` can end it, and whoever waits for it is told."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await self._ask(wall, sql, run_id, person)
+        except asyncio.CancelledError:
+            raise SqlRefused("the statement was ended, because the program that runs it is ending") from None
+        finally:
+            self._tasks.discard(task)
+
+    async def _end(self, wall: Wall) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await wall.close()
+
     async def _ask(self, wall: Wall, sql: str, run_id: str | None, person: str) -> SqlAnswer:
         # In one thread from here on: the counts need no lock.
         most = self._settings.sql_waiting_max
         if self._waiting.total() >= most or self._waiting[person] >= max(1, most // 4):
             raise SqlBusy("too many statements are waiting: try again when some of them are done")
         self._waiting[person] += 1
+        turns = self._turns.setdefault(person, asyncio.Semaphore(max(1, self._settings.sql_processes - 1)))
         try:
-            return await wall.ask(sql, run_id)
+            async with turns:
+                return await wall.ask(sql, run_id)
         finally:
             self._waiting[person] -= 1
-            # Drops those that are at zero, or the names of all persons would stay.
-            self._waiting += Counter()
+            if not self._waiting[person]:
+                # Or the names of all persons would stay.
+                del self._waiting[person], self._turns[person]
 
 
 def _wall(settings: TracesSettings, is_guarded: bool) -> Wall:

@@ -11,7 +11,10 @@ from replayground.schemas.errors import BadInput
 _VALUES_MAX = 2_000_000
 """An empty array is three bytes of JSON and seventy of memory here: a result within [traces] sql_bytes_max could take
 twenty times its size in the process that keeps the store."""
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_COLUMNS_MAX = 10_000
+# Possessive, and the closing quote may lack: each byte is read once. Otherwise a text of quotes that never close would
+# take quadratic time, with all threads of this process waiting.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 class SqlRefused(BadInput):
@@ -48,10 +51,13 @@ def table_of(found: bytes) -> SqlTable:
     if _values_in(found) > _VALUES_MAX and _values_in(_STRING.sub(b"", found)) > _VALUES_MAX:
         raise SqlRefused(f"the result has more than {_VALUES_MAX:,} values: ask for fewer rows or shorter arrays")
     try:
-        return msgspec.json.decode(found, type=SqlTable)
-    # RecursionError: arrays in arrays, a thousand deep.
-    except (msgspec.DecodeError, RecursionError):
+        table = msgspec.json.decode(found, type=SqlTable)
+    # RecursionError: arrays in arrays, a thousand deep. UnicodeDecodeError: bytes that are no text.
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise SqlRefused("the result is no table") from None
+    if len(table.meta) > _COLUMNS_MAX:
+        raise SqlRefused(f"the result has more than {_COLUMNS_MAX:,} columns")
+    return table
 
 
 def _values_in(text: bytes) -> int:

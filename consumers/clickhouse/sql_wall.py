@@ -14,11 +14,13 @@ Not covered: where no cgroup can be made, memory is limited by rlimit alone. A k
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,7 @@ class WalledProcesses:
         self._ending: set[asyncio.Task[None]] = set()
         # Beside the store: hard links do not reach another file system.
         self._copies = self._store.with_name(f"{self._store.name}.sql")
+        _remove_left_behind(self._copies)
         self._filter = tempfile.NamedTemporaryFile(prefix="sql-seccomp-")  # noqa: SIM115
         self._filter.write(seccomp.filter_program(runs_agents_code=False))
         self._filter.flush()
@@ -95,18 +98,23 @@ class WalledProcesses:
             with contextlib.suppress(SqlRefused):
                 await (await self._ready).close()
         await asyncio.gather(*self._ending)
-        shutil.rmtree(self._copies, ignore_errors=True)
+        # Not empty while another program asks about the same store.
+        with contextlib.suppress(OSError):
+            self._copies.rmdir()
         self._filter.close()
 
     async def _take(self) -> "_Process":
         ready, self._ready = self._ready, None
         process = await (ready if ready is not None else self._start())
-        # It may have been killed while it waited.
-        return process if process.is_running else await self._start()
+        if process.is_running:
+            return process
+        # It was killed while it waited.
+        await process.close()
+        return await self._start()
 
     async def _start(self) -> "_Process":
-        folder = _folder_for_copy(self._copies)
-        process = _Process(folder, jail(folder, self._filter.name, self._settings))
+        folder, lock = _folder_for_copy(self._copies)
+        process = _Process(folder, lock, jail(folder, self._filter.name, self._settings))
         try:
             await process.start()
         except BaseException:
@@ -159,8 +167,9 @@ class WalledProcesses:
 class _Process:
     """One process in its jail, with a folder that is its view of the store."""
 
-    def __init__(self, folder: Path, jail: Jail) -> None:
+    def __init__(self, folder: Path, lock: int, jail: Jail) -> None:
         self.folder = folder
+        self._lock = lock
         self._jail = jail
         self._held = contextlib.AsyncExitStack()
         self._process: asyncio.subprocess.Process | None = None
@@ -225,6 +234,7 @@ class _Process:
             self._process._transport.close()  # type: ignore[attr-defined]
         await self._held.aclose()
         await asyncio.to_thread(shutil.rmtree, self.folder, True)
+        os.close(self._lock)
 
     async def _line(self) -> bytes:
         assert self._process is not None
@@ -236,12 +246,37 @@ class _Process:
             return b""
 
 
-def _folder_for_copy(parent: Path) -> Path:
+def _folder_for_copy(parent: Path) -> tuple[Path, int]:
+    """A new folder, and a descriptor that holds a lock on it for as long as this program lives."""
     parent.mkdir(mode=0o700, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=parent))
-    # Shown in the jail alone, by a mount: the folder above is closed to others.
-    folder.chmod(0o755)
-    return folder
+    with _held(parent):
+        folder = Path(tempfile.mkdtemp(dir=parent))
+        # Shown in the jail alone, by a mount: the folder above is closed to others.
+        folder.chmod(0o755)
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Removes the copies of programs that were killed: their hard links would keep parts on the disk for ever."""
+    if not parent.is_dir():
+        return
+    with _held(parent):
+        for folder in parent.iterdir():
+            with contextlib.suppress(BlockingIOError), _held(folder, fcntl.LOCK_NB):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(folder: Path, how: int = 0) -> Iterator[None]:
+    """Raises BlockingIOError with LOCK_NB when another program holds it."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | how)
+        yield
+    finally:
+        os.close(lock)
 
 
 def jail(folder: Path, seccomp_file: str, settings: TracesSettings, more: tuple[tuple[str, str], ...] = ()) -> Jail:

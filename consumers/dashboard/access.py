@@ -24,6 +24,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replayground.consumers.dashboard.tokens import LOCAL, Person, Role, TokenFile
+from replayground.schemas.errors import BadInput
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _COOKIE = "replayground"
@@ -32,6 +33,8 @@ _SESSIONS_MAX = 10_000
 _FAILURES_MAX, _FAILURE_SECONDS = 10, 60.0
 _ADDRESSES_MAX = 10_000
 _FORM_BYTES_MAX = 4096
+BODY_BYTES_MAX = 256 * 1024
+"of a request"
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 # Reads that are sent as POST, since they have a body or wait for the log.
 _READS = ("/api/sql", "/api/finish", "/api/catch-up")
@@ -184,7 +187,10 @@ class AccessCheck:
             return RedirectResponse("/login", 303)
         if request.method != "POST":
             return HTMLResponse(_login_page("", request.query_params.get("next", "/")))
-        body = await _body(request)
+        try:
+            body = await body_of(request, _FORM_BYTES_MAX)
+        except BadInput as error:
+            return HTMLResponse(_login_page(str(error), "/"), 413)
         asked = {name: values[0] for name, values in parse_qs(body.decode(errors="replace")).items()}
         try:
             person = self._of_token(asked.get("token", "").strip(), request)
@@ -223,13 +229,14 @@ def _require_role(scope: Scope, person: Person) -> None:
         raise AccessDenied(403, f"{person.name} is {person.role}: this needs the role {needed}")
 
 
-async def _body(request: Request) -> bytes:
-    body = b""
+async def body_of(request: Request, bytes_max: int) -> bytes:
+    """What was sent. Raises BadInput as soon as it is more than allowed, without reading the rest."""
+    body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > _FORM_BYTES_MAX:
-            return b""
-    return body
+        if len(body) > bytes_max:
+            raise BadInput(f"more than {bytes_max:,} bytes were sent")
+    return bytes(body)
 
 
 async def _refuse(refusal: AccessDenied, scope: Scope, receive: Receive, send: Send) -> None:

@@ -19,11 +19,11 @@ from fastapi.responses import Response
 from msgspec import Struct
 
 from replayground.consumers.clickhouse.sql_answers import SqlBusy
-from replayground.consumers.dashboard.access import Throttle, person_of
+from replayground.consumers.dashboard.access import BODY_BYTES_MAX, Throttle, body_of, person_of
 from replayground.consumers.dashboard.queries import operations
 from replayground.consumers.dashboard.queries.verdicts import address_of
 from replayground.consumers.dashboard.tokens import LOCAL, Person
-from replayground.consumers.dashboard.web import Traces, respond
+from replayground.consumers.dashboard.web import Traces, refused, respond
 from replayground.schemas.errors import BadInput
 from replayground.schemas.events import (
     Bound,
@@ -42,7 +42,6 @@ from replayground.streams.judges.human_queue import verdict_event
 from replayground.streams.rules.judges import is_asked
 from replayground.streams.rules.runs import RunState
 
-BODY_BYTES_MAX = 256 * 1024
 EVERY_SECONDS_MIN = 5.0
 ALERTS_MAX = 100
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -115,7 +114,11 @@ def _add[Form](
     made: Callable[[Traces, Person, Form], Event],
 ) -> None:
     async def answer(request: Request) -> Response:
-        body, person = await _body(request), person_of(request)
+        person = person_of(request)
+        try:
+            body = await body_of(request, BODY_BYTES_MAX)
+        except BadInput as error:
+            return refused(str(error), 413)
 
         def write() -> dict[str, str]:
             if decided.is_full(person.name):
@@ -128,20 +131,8 @@ def _add[Form](
     app.post(path)(answer)
 
 
-async def _body(request: Request) -> bytes:
-    """What was sent, up to a little more than is allowed."""
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY_BYTES_MAX:
-            break
-    return body
-
-
 def _form[Form](body: bytes, kind: type[Form]) -> Form:
     """Raises BadInput."""
-    if len(body) > BODY_BYTES_MAX:
-        raise BadInput(f"more than {BODY_BYTES_MAX:,} bytes were sent")
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeError) as error:

@@ -7,30 +7,60 @@ from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
 from replayground.consumers.dashboard.markup import Element, document, el
 from replayground.consumers.dashboard.request import ViewContent
+from replayground.consumers.dashboard.tokens import LOCAL, Person
 from replayground.consumers.reports.runs import RunEntry
 
-# Name, path, and whether it is about one run.
-NAVIGATION: tuple[tuple[str, str, bool], ...] = (
-    ("Runs", addresses.RUNS, False),
-    ("Flow", addresses.FLOW, True),
-    ("Curves", addresses.CURVES, True),
-    ("Trajectories", addresses.TRAJECTORIES, True),
-    ("Batches", addresses.BATCHES, True),
-    ("Failures", addresses.FAILURES, True),
-    ("Machines", addresses.MACHINES, True),
-    ("Verdicts", addresses.VERDICTS, True),
-    ("Replay", addresses.REPLAY, False),
-    ("SQL", addresses.SQL, True),
-    ("Alerts", addresses.ALERTS, False),
-    ("Rejects", addresses.REJECTS, True),
-    ("Audit", addresses.AUDIT, False),
+# Parts with a heading; each view with its name, path, and whether it is about one run.
+NAVIGATION: tuple[tuple[str, tuple[tuple[str, str, bool], ...]], ...] = (
+    ("", (("Runs", addresses.RUNS, False),)),
+    (
+        "One run",
+        (
+            ("Flow", addresses.FLOW, True),
+            ("Curves", addresses.CURVES, True),
+            ("Trajectories", addresses.TRAJECTORIES, True),
+            ("Batches", addresses.BATCHES, True),
+            ("Lineage", addresses.LINEAGE, True),
+            ("Failures", addresses.FAILURES, True),
+            ("Machines", addresses.MACHINES, True),
+        ),
+    ),
+    (
+        "To decide",
+        (
+            ("Verdicts", addresses.VERDICTS, True),
+            ("Replay", addresses.REPLAY, False),
+            ("Rejects", addresses.REJECTS, True),
+        ),
+    ),
+    (
+        "The field",
+        (
+            ("SQL", addresses.SQL, True),
+            ("Alerts", addresses.ALERTS, False),
+            ("Audit", addresses.AUDIT, False),
+        ),
+    ),
+)
+_OF_RUN = frozenset(path for _, views in NAVIGATION for _, path, is_of_run in views if is_of_run)
+_KEYS = (
+    ("j k", "next and previous row"),
+    ("Enter", "opens the row"),
+    ("n p", "next and previous page"),
+    ("/", "search"),
+    ("?", "these keys"),
 )
 _CHOICES_MAX = 100
 "runs in the chooser; the others are on the view of all runs"
 
 
 def page(
-    content: ViewContent, path: str, runs: Sequence[RunEntry], assets_version: str, raised: Sequence[str] = ()
+    content: ViewContent,
+    path: str,
+    runs: Sequence[RunEntry],
+    assets_version: str,
+    raised: Sequence[str] = (),
+    person: Person = LOCAL,
 ) -> str:
     """The whole page as HTML; `raised` are names of alerts."""
     where = [content.title, content.run.run_id if content.run else "", "Replayground"]
@@ -41,8 +71,9 @@ def page(
         el(
             "body",
             el("a", {"class": "skip", "href": "#main"}, "Skip to the content"),
-            _top(content, path, runs, raised),
+            _top(content, path, runs, raised, person),
             el("div", {"class": "columns"}, _navigation(content, path), _main(content)),
+            _foot(),
         ),
     )
     return document(root)
@@ -66,15 +97,24 @@ def _head(title: str, version: str, scripts: Sequence[str]) -> Element:
     )
 
 
-def _top(content: ViewContent, path: str, runs: Sequence[RunEntry], raised: Sequence[str]) -> Element:
+def _top(content: ViewContent, path: str, runs: Sequence[RunEntry], raised: Sequence[str], person: Person) -> Element:
     return el(
         "header",
         {"class": "top"},
         el("a", {"class": "brand", "href": addresses.RUNS}, "Replayground"),
         _run_chooser(content, path, runs),
         el("span", {"id": "raised", "data-live": True}, _raised(raised)),
+        _person(person),
         el("button", {"type": "button", "id": "theme", "aria-label": "Light or dark", "title": "Light or dark"}, "◐"),
     )
+
+
+def _person(person: Person) -> Element | None:
+    """Who is logged in, and the way out; on loopback there is nobody to tell apart."""
+    if person == LOCAL:
+        return None
+    told = el("span", {"class": "soft", "title": f"role {person.role}"}, person.name)
+    return el("form", {"class": "person", "method": "post", "action": "/logout"}, told, el("button", "Log out"))
 
 
 def _raised(raised: Sequence[str]) -> Element | None:
@@ -86,7 +126,6 @@ def _raised(raised: Sequence[str]) -> Element | None:
 
 
 def _run_chooser(content: ViewContent, path: str, runs: Sequence[RunEntry]) -> Element:
-    of_run = {target for _, target, is_of_run in NAVIGATION if is_of_run}
     chosen = content.run.run_id if content.run else ""
     options = [el("option", {"value": ""}, "all runs")] if not chosen else []
     shown = list(runs[:_CHOICES_MAX])
@@ -98,7 +137,7 @@ def _run_chooser(content: ViewContent, path: str, runs: Sequence[RunEntry]) -> E
         options.append(el("option", {"value": chosen, "selected": True}, chosen))
     return el(
         "form",
-        {"class": "chooser", "method": "get", "action": path if path in of_run else addresses.CURVES},
+        {"class": "chooser", "method": "get", "action": path if path in _OF_RUN else addresses.CURVES},
         el("label", {"for": "run"}, "Run"),
         el("select", {"id": "run", "name": "run", "data-submit": True}, *options),
         el("noscript", el("button", "Show")),
@@ -108,18 +147,25 @@ def _run_chooser(content: ViewContent, path: str, runs: Sequence[RunEntry]) -> E
 def _navigation(content: ViewContent, path: str) -> Element:
     run_id = content.run.run_id if content.run else None
     trail = {target.partition("?")[0] for _, target in content.trail}
-    links = [
-        el(
-            "a",
-            {
-                "href": address(target, run_id if of_run else None),
-                "aria-current": "page" if path == target else "true" if target in trail else None,
-            },
-            name,
-        )
-        for name, target, of_run in NAVIGATION
+
+    def link(name: str, target: str, is_of_run: bool) -> Element:
+        here = "page" if path == target else "true" if target in trail else None
+        return el("a", {"href": address(target, run_id if is_of_run else None), "aria-current": here}, name)
+
+    parts = [
+        (el("span", {"class": "part"}, heading) if heading else None, [link(*view) for view in views])
+        for heading, views in NAVIGATION
     ]
-    return el("nav", {"aria-label": "Views"}, *links)
+    return el("nav", {"aria-label": "Views"}, parts)
+
+
+def _foot() -> Element:
+    keys = [(el("dt", el("kbd", key)), el("dd", told)) for key, told in _KEYS]
+    return el(
+        "footer",
+        el("details", el("summary", {"id": "keys"}, "Keys"), el("dl", {"class": "facts"}, keys)),
+        el("span", "Times are UTC."),
+    )
 
 
 def _main(content: ViewContent) -> Element:
@@ -152,7 +198,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]], numbers: Seq
     """A table that scrolls by itself where it is too wide; `numbers` are the columns aligned to the right."""
     kind = {name: {"class": "number"} if name in numbers else {} for name in columns}
     body = [el("tr", *(el("td", kind[name], cell) for name, cell in zip(columns, row, strict=True))) for row in rows]
-    head = el("tr", *(el("th", {"scope": "col"} | kind[name], name) for name in columns))
+    # A column without a heading has no header cell: there is nothing to announce.
+    head = el(
+        "tr", *(el("th", {"scope": "col"} | kind[name], name) if name else el("td", kind[name]) for name in columns)
+    )
     return el("div", {"class": "scroll", "tabindex": 0}, el("table", el("thead", head), el("tbody", *body)))
 
 
@@ -176,6 +225,11 @@ def hidden(**values: str | int | None) -> list[Element]:
     ]
 
 
+def counted(number: int, one: str, several: str = "") -> str:
+    """A number with its noun: 1 file, 2 files."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+
+
 def moment(microseconds: int | None) -> str:
     if not microseconds:
         return "–"
@@ -195,3 +249,7 @@ def duration(microseconds: float) -> str:
 
 def share(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
+
+
+def mebibytes(size: float | None) -> str:
+    return f"{size / 2**20:,.0f} MiB" if size else "–"

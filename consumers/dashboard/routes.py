@@ -20,7 +20,7 @@ from replayground.consumers.clickhouse.store import StoreFailed
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.access import person_of
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import empty, page
+from replayground.consumers.dashboard.frame import NAVIGATION, empty, page
 from replayground.consumers.dashboard.images import picture
 from replayground.consumers.dashboard.markup import el
 from replayground.consumers.dashboard.queries.operations import saved_queries
@@ -46,7 +46,7 @@ from replayground.consumers.dashboard.views import (
     trajectory,
     verdicts,
 )
-from replayground.consumers.dashboard.web import Traces
+from replayground.consumers.dashboard.web import Traces, refused
 from replayground.consumers.reports.runs import RunEntry, UnknownRun
 from replayground.schemas.errors import BadInput
 
@@ -103,8 +103,17 @@ def add_views(app: FastAPI, traces: Traces) -> None:
         return Response(assets[name], headers=headers, media_type=_MEDIA_TYPES[Path(name).suffix])
 
     @app.get(addresses.BLOB)
-    def blob(uri: str) -> Response:
+    def blob(uri: str = "") -> Response:
         return picture(traces.source.log.codec.blobs if traces.source else None, uri)
+
+    # The last one: whatever no other route takes.
+    @app.get("/{path:path}")
+    def elsewhere(request: Request, path: str) -> Response:
+        told = f"there is no view at /{path[:80]}"
+        if "text/html" not in request.headers.get("accept", ""):
+            return refused(told, 404)
+        asked = ViewRequest(traces, f"/{path}", {}, person=person_of(request))
+        return _framed(asked, _problem("Not here", told, asked, is_lasting=True), 404, version)
 
 
 def _assets() -> dict[str, bytes]:
@@ -169,8 +178,14 @@ def _query(request: Request) -> Mapping[str, Sequence[str]]:
 
 def _page(asked: ViewRequest, view: View, version: str) -> Response:
     content, status = _content(asked, view)
+    return _framed(asked, content, status, version)
+
+
+def _framed(asked: ViewRequest, content: ViewContent, status: int, version: str) -> Response:
     return HTMLResponse(
-        page(content, asked.path, _runs(asked.traces), version, _raised(asked.traces)), status, headers=_HEADERS
+        page(content, asked.path, _runs(asked.traces), version, _raised(asked.traces), asked.person),
+        status,
+        headers=_HEADERS,
     )
 
 
@@ -179,6 +194,8 @@ def _content(asked: ViewRequest, view: View) -> tuple[ViewContent, int]:
     try:
         return view(asked), 200
     except UnknownRun as error:
+        if not asked.text("run") and not _runs(asked.traces):
+            return _nothing_yet(asked), 200
         return _problem("Not here", str(error), asked), 404
     except BadInput as error:
         return _problem("Not understood", str(error), asked), 400
@@ -187,11 +204,21 @@ def _content(asked: ViewRequest, view: View) -> tuple[ViewContent, int]:
         return _problem("The trace store could not answer", str(error), asked), 503
 
 
-def _problem(title: str, sentence: str, asked: ViewRequest) -> ViewContent:
+def _nothing_yet(asked: ViewRequest) -> ViewContent:
+    """A view of one run on a field that has none."""
+    name = next((name for _, views in NAVIGATION for name, path, _ in views if path == asked.path), "Nothing yet")
+    told = empty(
+        "No run has started on this field yet. ", el("code", "replayground run"), " starts one, and it shows here."
+    )
+    return ViewContent(name, [el("div", {"id": "none", "data-live": True}, told)], refresh_seconds=3.0)
+
+
+def _problem(title: str, sentence: str, asked: ViewRequest, is_lasting: bool = False) -> ViewContent:
     told = f"{sentence[:1].upper()}{sentence[1:600]}"
     back = el("p", el("a", {"href": addresses.RUNS}, "All runs of this field"))
     # Asked again: a run that has just started may not be in the store yet, and a store that failed may be back.
-    return ViewContent(title, [el("div", {"id": "problem", "data-live": True}, empty(told)), back], refresh_seconds=3.0)
+    body = [el("div", {"id": "problem", "data-live": True}, empty(told)), back]
+    return ViewContent(title, body, refresh_seconds=0.0 if is_lasting else 3.0)
 
 
 def _runs(traces: Traces) -> list[RunEntry]:

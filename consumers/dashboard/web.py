@@ -34,7 +34,9 @@ import msgspec
 import structlog
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
+from starlette.exceptions import HTTPException
 
 from replayground.consumers.alert_watch import AlertWatch
 from replayground.consumers.clickhouse.people_sql import PeopleSql
@@ -42,7 +44,14 @@ from replayground.consumers.clickhouse.query_cache import QueryCache
 from replayground.consumers.clickhouse.sql_answers import SqlAnswer, SqlBusy
 from replayground.consumers.clickhouse.store import Store, StoreFailed
 from replayground.consumers.config import TracesSettings
-from replayground.consumers.dashboard.access import LOOPBACK_NAMES, AccessCheck, Throttle, person_of
+from replayground.consumers.dashboard.access import (
+    BODY_BYTES_MAX,
+    LOOPBACK_NAMES,
+    AccessCheck,
+    Throttle,
+    body_of,
+    person_of,
+)
 from replayground.consumers.dashboard.tokens import LOCAL, Person, TokenFile
 from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.operations_log import OperationsWriter
@@ -118,17 +127,7 @@ class Traces:
         self._people = PeopleSql(settings)
         self._asked = Throttle(settings.sql_per_minute_max, 60.0)
         # As one person with a share of its own: alerts do not take the place of people, nor people theirs.
-        self.alerts = (
-            None
-            if source is None
-            else AlertWatch(
-                source.log,
-                source.operations,
-                lambda sql: self._people.ask(sql, None, "alerts"),
-                settings.webhook,
-                page_url(settings),
-            )
-        )
+        self.alerts = None if source is None else self._alerts(source)
 
     def _alerts(self, source: LogSource) -> AlertWatch:
         def ask(sql: str) -> SqlAnswer:
@@ -319,6 +318,9 @@ def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI
     listen on other machines' requests without a token."""
     app = FastAPI(title="Replayground traces", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(AccessCheck, **_checks(settings or TracesSettings()))
+    # One sentence here too, where the framework would answer with a structure of its own.
+    app.add_exception_handler(RequestValidationError, _not_understood)
+    app.add_exception_handler(HTTPException, _not_here)
 
     @app.get("/api/runs")
     async def all_runs() -> Response:
@@ -327,9 +329,12 @@ def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI
     @app.post("/api/sql")
     async def sql(request: Request, run: str | None = None) -> Response:
         try:
-            statement = msgspec.json.decode(await request.body(), type=dict[str, str])["sql"]
-        except (msgspec.DecodeError, KeyError):
-            return _json({"error": 'send {"sql": "SELECT …"}'}, 400)
+            body = await body_of(request, BODY_BYTES_MAX)
+            statement = msgspec.json.decode(body, type=dict[str, str])["sql"]
+        except BadInput as error:
+            return refused(str(error), 413)
+        except (msgspec.DecodeError, UnicodeError, KeyError):
+            return refused('send {"sql": "SELECT …"}', 400)
         person = person_of(request)
         return await _respond_to(traces.asked_sql(statement, run, person.name))
 
@@ -348,9 +353,12 @@ def interface(traces: Traces, settings: TracesSettings | None = None) -> FastAPI
     @app.post("/api/reconcile")
     async def compare(request: Request, run: str | None = None) -> Response:
         try:
-            repair = msgspec.json.decode(await request.body(), type=dict[str, bool])["repair"]
-        except (msgspec.DecodeError, KeyError):
-            return _json({"error": 'send {"repair": false}'}, 400)
+            body = await body_of(request, BODY_BYTES_MAX)
+            repair = msgspec.json.decode(body, type=dict[str, bool])["repair"]
+        except BadInput as error:
+            return refused(str(error), 413)
+        except (msgspec.DecodeError, UnicodeError, KeyError):
+            return refused('send {"repair": false}', 400)
         return await respond(lambda: traces.reconcile(repair, run, person_of(request)))
 
     @app.get("/api/lineage")
@@ -494,15 +502,31 @@ async def _respond_to(question: Awaitable[Any], shown: Callable[[Any], Response]
         answer = await question
         return _json(answer, 200) if shown is None else shown(answer)
     except UnknownRun as error:
-        return _json({"error": redacted(str(error))}, 404)
+        return refused(str(error), 404)
     except SqlBusy as error:
-        return _json({"error": redacted(str(error))}, 429)
+        return refused(str(error), 429)
     except BadInput as error:
-        return _json({"error": redacted(str(error))}, 400)
+        return refused(str(error), 400)
     except LogUnavailable as error:
-        return _json({"error": f"the log does not answer: {redacted(str(error))}"}, 503)
+        return refused(f"the log does not answer: {error}", 503)
     except StoreFailed as error:
-        return _json({"error": redacted(str(error))}, 503)
+        return refused(str(error), 503)
+
+
+async def _not_understood(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return refused(f"?{first['loc'][-1]}= is missing or wrong: {first['msg']}", 400)
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return refused(f"{request.method} {request.url.path[:80]}: {error.detail}", error.status_code)
+
+
+def refused(sentence: str, status: int) -> Response:
+    """An error as the interface tells all of them."""
+    return _json({"error": redacted(sentence)}, status)
 
 
 def _json(content: Any, status: int) -> Response:

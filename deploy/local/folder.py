@@ -3,6 +3,7 @@
 field/version             layout of the folder; a folder with another layout is refused
      /field.json          config, addresses and ports of the newest start of the field (deploy.resolve)
      /lock                held by the guard of the field's stack while the stack runs
+     /in_use              held by the commands that use a field which is up for the time of one command
      /log/ blobs/ traces/     Kafka, blobs, ClickHouse; unused where the config names servers elsewhere
      /logs/               output of kafka, registry and traces
      /targets/            addresses of all programs that run here, for Prometheus (deploy/monitoring)
@@ -35,6 +36,7 @@ _VERSION_OF_RUNS = "1"
 _SOCKET_PATH_BYTES_MAX = 90
 "Linux allows 107; supervisord first binds to a temporary name, which is longer by its pid"
 _LOCK_TRIES = 5
+_FIELD_FOLDERS = ("blobs", "logs", "runs", "traces")
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class FieldFolder(StackFolder):
 
     @property
     def exists(self) -> bool:
-        return (self.path / "version").exists()
+        """Whether it was started once. A start that is killed at its beginning leaves no config."""
+        return (self.path / "version").exists() and self.file.exists()
 
     def run(self, run_id: str) -> RunFolder:
         return RunFolder(self.runs / run_id)
@@ -144,12 +147,20 @@ def field_folder(path: Path) -> FieldFolder:
             f"{path} holds {len(old)} runs of an older release (layout {_VERSION_OF_RUNS}), which this one cannot "
             f"open: read them with the release that wrote them, and name another folder with --field"
         )
-    if folder.exists:
+    if (folder.path / "version").exists():
         _require_version(folder.path, "field")
-    # Only a lock: a start was given up before the field was made. Anything else is a folder that is not ours to fill.
-    elif path.exists() and (not path.is_dir() or set(os.listdir(path)) - {"lock"}):
+    # What a start leaves that was given up, or killed, before the field was whole. Anything else is not ours to fill.
+    elif path.exists() and not _is_unfinished(path):
         raise BadInput(f"{path} exists and is no field (it has no file `version`): name another folder with --field")
     return folder
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether this is a folder with a lock and empty folders of a field, at most."""
+    if not path.is_dir():
+        return False
+    made = [found for found in path.iterdir() if found.name not in ("lock", unfinished(path / "version").name)]
+    return all(found.name in _FIELD_FOLDERS and found.is_dir() and not os.listdir(found) for found in made)
 
 
 def old_runs(path: Path) -> list[Path]:
@@ -161,7 +172,7 @@ def old_runs(path: Path) -> list[Path]:
 
 def create_field_folder(folder: FieldFolder) -> None:
     """Makes the folder of a field; an existing one is kept. Raises BadInput when it cannot be written."""
-    _make(folder.path, ("blobs", "logs", "runs", "traces"), "--field")
+    _make(folder.path, _FIELD_FOLDERS, "--field")
 
 
 def create_run_folder(folder: RunFolder) -> None:
@@ -209,13 +220,18 @@ def point_latest_at(folder: RunFolder) -> None:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file completely or not at all, also if the machine stops meanwhile."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("wb") as file:
+    beside = unfinished(path)
+    with beside.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         # Before the rename: a file system may store the new name before the bytes, and the file would be empty.
         file.flush()
         os.fsync(file.fileno())
-    unfinished.replace(path)
+    beside.replace(path)
+
+
+def unfinished(path: Path) -> Path:
+    """The file that write_whole renames; it stays when the process is killed before."""
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def require_disk(path: Path, free_bytes_min: int) -> None:
@@ -260,15 +276,31 @@ def is_locked(path: Path) -> bool:
 def take_lock(path: Path) -> int | None:
     """Takes the lock of a folder, which is made if needed. Returns its descriptor, or None when another process holds
     it. Raises BadInput when the folder cannot be written."""
+    return _flock(path, "lock", fcntl.LOCK_EX)
+
+
+def join_users(path: Path) -> int | None:
+    """Takes part in the use of a field that another command has started for itself; that command waits until the
+    descriptor is closed. None when it is about to stop the field."""
+    return _flock(path, "in_use", fcntl.LOCK_SH)
+
+
+def end_use(path: Path) -> int | None:
+    """Keeps others from joining. Returns a descriptor to be closed when the field is stopped, or None while others use
+    the field."""
+    return _flock(path, "in_use", fcntl.LOCK_EX)
+
+
+def _flock(path: Path, name: str, kind: int) -> int | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise BadInput(f"{path} cannot be written ({error.strerror}): name another folder with --field") from error
     # flock belongs to the open file, not to the process: a child that inherits the descriptor holds the lock too, and
     # the kernel releases it when the last of them ends, however it ends.
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None

@@ -48,7 +48,8 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, end)
     _watch(supervisor, folder, disk_free_bytes_min, starter)
     sweep(folder)
-    (folder / PID_FILE).unlink(missing_ok=True)
+    for no_longer_true in (PID_FILE, STARTED_FILE):
+        (folder / no_longer_true).unlink(missing_ok=True)
     return 0
 
 

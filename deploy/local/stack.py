@@ -117,6 +117,8 @@ class StackPlan:
     disk_free_bytes_min: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     "added to the environment of every program"
+    await_ready: "Callable[[RunningStack], None]" = lambda stack: None
+    "called when every part is healthy; blocks until the stack can be used, or raises"
 
 
 class RunningStack:
@@ -268,6 +270,7 @@ def start(plan: StackPlan, progress: ProgressListener, *, lock: int, foreground:
     stack = RunningStack(plan.folder, waves, spawn_guard(plan, lock, foreground))
     try:
         _start_parts(plan, stack, progress)
+        plan.await_ready(stack)
         # From here on a stack in the background outlives its starter, and commands that wait for the field continue.
         (plan.folder.path / guard.STARTED_FILE).touch()
     except BaseException:

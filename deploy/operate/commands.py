@@ -68,7 +68,7 @@ def tail(
 
 def acls(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[FIELD.toml]", help="Config whose [log] names prefix and username.")
+        Path | None, typer.Argument(metavar="[FIELD.toml]", help="Config whose section log names prefix and username.")
     ] = None,
     prefix: Annotated[str | None, typer.Option(help="topic_prefix; else that of the config.")] = None,
     principal: Annotated[str | None, typer.Option(help="Principal of a program; else User: and the username.")] = None,
@@ -328,9 +328,10 @@ def submit(
     from replayground.deploy.operate.requests import submit_lines
 
     with _lines_of(file) as lines:
-        run_id, submitted = submit_lines(field, lines, run, file)
+        run_id, submitted = submit_lines(field, lines, run, "stdin" if file == "-" else file)
     repeated = f", {submitted.repeated:,} it had already" if submitted.repeated else ""
-    echo(f"{submitted.submitted:,} tasks submitted to {run_id}{repeated}")
+    tasks = "1 task" if submitted.submitted == 1 else f"{submitted.submitted:,} tasks"
+    echo(f"{tasks} submitted to {run_id}{repeated}")
 
 
 @contextmanager

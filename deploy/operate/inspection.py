@@ -82,7 +82,7 @@ def logs(
     else:
         of_run = _logs_in(folder.latest_run() if run is None else _local_run(folder, run))
         if program is not None and program not in of_run:
-            known = sorted([*of_run, *of_field])
+            known = sorted({*of_run, *of_field})
             raise BadInput(f"there is no log of {program}; there are: {', '.join(known)}")
         files = [of_run[program]] if program is not None else list(of_run.values())
     try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from replayground.consumers.clickhouse.sql_arrow import arrow_column
 from replayground.schemas.errors import BadInput
 
 FORMATS = ("table", "csv", "json", "parquet")
@@ -55,13 +56,13 @@ def _parquet(columns: list[str], rows: list[list[Any]]) -> bytes:
 
     try:
         table = pyarrow.table(
-            [pyarrow.array(column) for column in zip(*rows, strict=True)]
+            [arrow_column(column) for column in zip(*rows, strict=True)]
             if rows
             else [pyarrow.array([]) for _ in columns],
             names=columns,
         )
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-        raise BadInput(f"a column has values of several types, which Parquet does not take: {error}") from error
-    sink = pyarrow.BufferOutputStream()
-    parquet.write_table(table, sink)
+        sink = pyarrow.BufferOutputStream()
+        parquet.write_table(table, sink)
+    except pyarrow.ArrowException as error:
+        raise BadInput(f"a column has values that Parquet does not take: {error}") from error
     return bytes(sink.getvalue().to_pybytes())

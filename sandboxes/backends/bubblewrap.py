@@ -31,6 +31,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from replayground.sandboxes import seccomp
 from replayground.sandboxes.backends.bundle import SYSTEM_PYTHON, Bundle
 from replayground.sandboxes.backends.cgroups import Overhead
@@ -81,7 +83,13 @@ class BubblewrapBackend(EnclosedBackend):
             logger.warning("signals_not_confined", extra={"reason": self.isolation_notes[-1]})
 
     async def start(
-        self, launcher: Launcher, slot: int, bundle: Bundle, connection: socket.socket, complaints: BinaryIO
+        self,
+        launcher: Launcher,
+        slot: int,
+        bundle: Bundle,
+        connection: socket.socket,
+        complaints: BinaryIO,
+        entrances: tuple[str, ...],
     ) -> StartedProcess:
         with (
             memory_file("runner", bundle.runner) as runner,
@@ -89,7 +97,8 @@ class BubblewrapBackend(EnclosedBackend):
         ):
             # The order that launcher.py expects: CONNECTION, COMPLAINTS, RUNNER, SECCOMP.
             files = (connection, complaints, runner, program)
-            return StartedProcess(await launcher.start(self._launch(slot), [file.fileno() for file in files]))
+            launch = msgspec.structs.replace(self._launch(slot), cgroup_entrances=entrances)
+            return StartedProcess(await launcher.start(launch, [file.fileno() for file in files]))
 
     def _launch(self, slot: int) -> Launch:
         as_root = os.geteuid() == 0
@@ -118,6 +127,17 @@ def bubblewrap_command(limits: Limits, libraries: str, disk_is_mounted: bool) ->
     )
     # Mounted by the launcher through inodes of this sandbox alone; without root they are the host's own.
     host = DISK_MOUNT_POINT if disk_is_mounted else ""
+    # bwrap's own --dev would add terminals and a writable /dev/shm. --remount-ro forbids devices too, but not in mounts
+    # below; the launcher's folder is read-only already.
+    devices = (
+        ["--dev-bind", f"{host}/dev", "/dev"]
+        if disk_is_mounted
+        else [
+            *("--tmpfs", "/dev", "--symlink", "/proc/self/fd", "/dev/fd"),
+            *(word for name in DEVICES for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+            *("--remount-ro", "/dev"),
+        ]
+    )
     return [
         "/usr/bin/bwrap",
         # --unshare-all only tries to make a user namespace; --disable-userns needs one.
@@ -130,10 +150,7 @@ def bubblewrap_command(limits: Limits, libraries: str, disk_is_mounted: bool) ->
         # /usr/local holds what the operator installed by hand; it is not shown.
         *("--ro-bind", f"{host}/usr", "/usr", "--tmpfs", "/usr/local", "--remount-ro", "/usr/local"),
         *(word for name in system_links() for word in ("--symlink", f"usr/{name}", f"/{name}")),
-        # bwrap's own --dev would add terminals and a writable /dev/shm.
-        *("--tmpfs", "/dev"),
-        *(word for name in DEVICES for word in ("--dev-bind", f"{host}/dev/{name}", f"/dev/{name}")),
-        *("--symlink", "/proc/self/fd", "/dev/fd", "--remount-ro", "/dev"),
+        *devices,
         *("--proc", "/proc"),
         *(("--ro-bind", libraries, LIBRARIES) if libraries else ()),
         *disk,

@@ -24,7 +24,7 @@ LENGTH = struct.Struct(">I")
 COMPILE = """
 import importlib.util, json, marshal, struct, sys
 sources = json.load(sys.stdin.buffer)
-runner = compile(sources["runner"], "/runner.py", "exec")
+runner = compile(sources["runner"], "/runner.py", "exec", optimize=2)
 pyc = importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(runner)
 tools = {}
 for name, source in sources["tools"].items():

@@ -110,13 +110,15 @@ class ParentGroup:
 
     def adopt_reads_of(self, pid: int) -> None:
         """Count what a process reads from disk. Does nothing for version 2, where groups below are counted."""
-        if self.root.reads is None:
-            return
+        if reads := self.reads_group():
+            with contextlib.suppress(ProcessLookupError):
+                (reads / "cgroup.procs").write_text(str(pid))
+
+    def reads_group(self) -> Path | None:
         # Another program that closed may have removed the group before the first process was in it.
-        if not self.root.reads.exists():
+        if self.root.reads is not None and not self.root.reads.exists():
             self.make()
-        with contextlib.suppress(ProcessLookupError):
-            (self.root.reads / "cgroup.procs").write_text(str(pid))
+        return self.root.reads
 
     def make_witness_group(self, pid: int) -> Path | None:
         """Moves the process into a group of its own, with the share of the CPU that a sandbox has. None when that fails:
@@ -286,9 +288,20 @@ class Cgroup:
             if self.parent is not None:
                 self.parent.adopt_reads_of(pid)
 
+    def entrances(self) -> tuple[str, ...]:
+        """Files into which a process with one thread writes 0 to be in the group at once. None for version 2.
+
+        Moving another process makes the kernel wait until no other is about to fork: up to 20 ms. Only a thread that
+        moves itself waits for nobody, and only version 1 has a file for that in every group."""
+        if self.home.version == 2:
+            return ()
+        reads = self.parent.reads_group() if self.parent is not None else None
+        return tuple(str(folder / "tasks") for folder in (*self.folders, *((reads,) if reads else ())))
+
     def members(self) -> set[int]:
         """Processes that are in all folders, that is, under every controller."""
-        return set.intersection(*(members_of(folder) for folder in self.folders))
+        reads = self.parent.root.reads if self.parent is not None else None
+        return set.intersection(*(members_of(folder) for folder in (*self.folders, *((reads,) if reads else ()))))
 
     def exceeded(self) -> str | None:
         """A sentence when the kernel killed a process for memory or refused a fork since the last call, or None.

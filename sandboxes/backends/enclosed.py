@@ -38,6 +38,8 @@ CLEAN_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/work", "TMPDIR": "/tmp",
 LIBRARIES = "/opt/libraries"
 # How long a process whose runner has gone may take to end.
 LAST_MOMENT_SECONDS = 2.0
+# Of a process that is forked before its parent is adopted, only the next listing knows.
+ADOPTIONS_MAX = 10
 # The part of a time for which the witness must have been silent to show that the host kept sandboxes from running.
 STARVED_SHARE = 0.5
 
@@ -123,9 +125,16 @@ class EnclosedBackend(abc.ABC):
 
     @abc.abstractmethod
     async def start(
-        self, launcher: Launcher, slot: int, bundle: Bundle, connection: socket.socket, complaints: BinaryIO
+        self,
+        launcher: Launcher,
+        slot: int,
+        bundle: Bundle,
+        connection: socket.socket,
+        complaints: BinaryIO,
+        entrances: tuple[str, ...],
     ) -> "StartedProcess":
-        """Start the process with the connection as its descriptor 0. Raises SandboxFailed when it cannot be started."""
+        """Start the process with the connection as its descriptor 0, in the cgroup of these entrances. Raises
+        SandboxFailed when it cannot be started."""
 
     async def _connect(
         self, slot: int, apart: bool, bundle: Bundle, complaints: BinaryIO
@@ -153,7 +162,8 @@ class EnclosedBackend(abc.ABC):
         # Made first: without it nothing is started that would then run unlimited.
         cgroup = self._new_cgroup()
         try:
-            started = await self.start(self._launcher, slot, bundle, connection, complaints)
+            entrances = entrances_of(cgroup)
+            started = await self.start(self._launcher, slot, bundle, connection, complaints, entrances)
         except BaseException:
             if cgroup is not None:
                 cgroup.remove()
@@ -212,6 +222,14 @@ class EnclosedBackend(abc.ABC):
             return None
 
 
+def entrances_of(cgroup: Cgroup | None) -> tuple[str, ...]:
+    """As `Cgroup.entrances`; none without a cgroup. Raises SandboxFailed."""
+    try:
+        return cgroup.entrances() if cgroup is not None else ()
+    except OSError as error:
+        raise SandboxFailed(f"cannot make a cgroup for the sandbox: {error}") from error
+
+
 def tools_shipped(tools: Mapping[str, Tool], apart: bool) -> dict[str, Tool]:
     """The tools of one kind of sandbox. The agent's code must not find the source and constants of tools apart."""
     return {name: tool for name, tool in tools.items() if tool.apart == apart or tool.sets_up}
@@ -262,17 +280,26 @@ class EnclosedProcesses:
         silent = self._witness.silent_seconds(last_seconds) if self._witness is not None else 0.0
         return silent >= STARVED_SHARE * last_seconds
 
-    async def adopt(self) -> None:
-        """Move the processes that are not yet in the cgroup into it."""
-        if self.cgroup is not None:
-            strangers = descendants(self.process.pid) - self.cgroup.members()
-            if strangers:
-                # In a thread: the kernel may take 20 ms for it.
-                await asyncio.to_thread(self.cgroup.adopt, strangers)
+    @property
+    def enters_by_itself(self) -> bool:
+        """Whether its first process was given a way into its cgroup."""
+        return self.cgroup is None or self.cgroup.home.version == 1
 
-    def check_adopted(self) -> None:
-        if self.cgroup is not None and not descendants(self.process.pid) <= self.cgroup.members():
-            raise SandboxFailed("a process of the sandbox is not in its cgroup")
+    async def adopt(self) -> bool:
+        """Move the processes that are not yet in the cgroup into it. False when there were none."""
+        strangers = descendants(self.process.pid) - self.cgroup.members() if self.cgroup is not None else set()
+        if self.cgroup is None or not strangers:
+            return False
+        # In a thread: the kernel may take 20 ms for it.
+        await asyncio.to_thread(self.cgroup.adopt, strangers)
+        return True
+
+    async def adopt_all(self) -> None:
+        """Until all are in the cgroup: a process that was forked between listing and moving is not."""
+        for _ in range(ADOPTIONS_MAX):
+            if not await self.adopt():
+                return
+        raise SandboxFailed("a process of the sandbox is not in its cgroup")
 
     async def end(self) -> None:
         """Kill all processes. With a cgroup, returns after all have ended; without one, some may end a moment later."""
@@ -301,16 +328,18 @@ def has_failed(task: asyncio.Task[Bundle]) -> bool:
 
 async def settle_in(sandbox: RunnerSandbox, enclosure: EnclosedProcesses, bundle: Bundle) -> None:
     """Send limits and tools to the runner while its processes move into the cgroup. Agent code runs only after both."""
-    adopting = asyncio.create_task(enclosure.adopt())
+    # At once where processes cannot enter by themselves: the first move may take as long as the start.
+    adopting = None if enclosure.enters_by_itself else asyncio.create_task(enclosure.adopt_all())
     try:
         await sandbox.greet(bundle.tools)
-        await adopting
-        # Again: a process that was forked between listing and moving is not in the group yet.
-        await enclosure.adopt()
-        enclosure.check_adopted()
+        if adopting is not None:
+            await adopting
+        # Again: what was forked since is in the group only if its parent was.
+        await enclosure.adopt_all()
     except BaseException:
         # Awaited before the group is removed: a thread may still be writing into it.
-        await asyncio.gather(adopting, return_exceptions=True)
+        if adopting is not None:
+            await asyncio.gather(adopting, return_exceptions=True)
         await sandbox.close()
         raise
 

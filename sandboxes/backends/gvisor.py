@@ -77,12 +77,18 @@ class GvisorBackend(EnclosedBackend):
             raise SandboxUnavailable("runsc needs root here; without root use bubblewrap")
 
     async def start(
-        self, launcher: Launcher, slot: int, bundle: Bundle, connection: socket.socket, complaints: BinaryIO
+        self,
+        launcher: Launcher,
+        slot: int,
+        bundle: Bundle,
+        connection: socket.socket,
+        complaints: BinaryIO,
+        entrances: tuple[str, ...],
     ) -> StartedProcess:
         folder = Path(tempfile.mkdtemp(prefix=f"replayground-gvisor-{os.getpid()}-"))
         try:
             write_bundle(folder, bundle, oci_configuration(self.limits, self.libraries))
-            launch = Launch(command=self._command(folder), environment=CLEAN_ENVIRONMENT)
+            launch = Launch(command=self._command(folder), environment=CLEAN_ENVIRONMENT, cgroup_entrances=entrances)
             process = await launcher.start(launch, [connection.fileno(), complaints.fileno()])
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)

@@ -28,6 +28,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     disk_options: str = ""
     libraries: str = ""
     devices: tuple[str, ...] = ()
+    cgroup_entrances: tuple[str, ...] = ()
+    """Files into which the process writes itself before it does anything else."""
 
 
 class Process:

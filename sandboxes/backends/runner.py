@@ -18,12 +18,12 @@ none is left, the writable folders are emptied, and the file system must count t
 
 A sandbox should open in the time that Python takes to start. So this file arrives compiled and imports only modules
 that are cheap to load: those with a leading underscore are the C parts of `ctypes`, `signal` and `socket` without their
-Python wrappers. What agents often import is loaded later, while the host sends no requests.
+Python wrappers. What only tool processes need is loaded after the first response, and what agents often import while the
+host sends no requests.
 """
 
 from __future__ import annotations
 
-import _ctypes
 import _signal  # type: ignore[import-not-found]  # it has no stub
 import _socket
 import gc
@@ -31,7 +31,6 @@ import io
 import itertools
 import marshal
 import os
-import resource
 import select
 import stat
 import struct
@@ -114,6 +113,9 @@ def main() -> None:
             # When pid 1 exits, the kernel kills all other processes of the namespace.
             os._exit(0)
         write_answer(HOST_SOCKET, runner.handle(header, body))
+        if header["op"] == "hello":
+            # While the host reads the response.
+            runner.prepare()
 
 
 def do_until_asked(chores: Iterator[None]) -> None:
@@ -128,7 +130,7 @@ def do_until_asked(chores: Iterator[None]) -> None:
 
 
 def harden() -> None:
-    """Move the host's socket where children do not inherit it, drop the signal handler and become non-dumpable."""
+    """Move the host's socket where children do not inherit it, and drop the signal handler."""
     os.dup2(0, HOST_SOCKET, inheritable=False)
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -141,11 +143,12 @@ def harden() -> None:
     # Made here and used by the tool processes, in which descriptors 1 and 2 are other files.
     sys.stdout, sys.stderr = line_writer(1), line_writer(2)
     OUTPUTS.extend((sys.stdout, sys.stderr))
-    set_dumpable(False)
 
 
 def set_dumpable(dumpable: bool) -> None:
     # _ctypes without its Python wrapper, which is slow to import.
+    import _ctypes
+
     prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]  # None: this program
     if _ctypes.call_function(prctl, (PR_SET_DUMPABLE, int(dumpable), 0, 0, 0)) != 0:
         raise OSError("prctl(PR_SET_DUMPABLE) was refused")
@@ -154,6 +157,8 @@ def set_dumpable(dumpable: bool) -> None:
 def confine_signals() -> None:
     """From here on this process and its children can signal and trace only each other. Does nothing where the kernel
     cannot do that: before Linux 6.12, which the host reports (`isolation_notes`), and in gVisor, where uids do it."""
+    import _ctypes
+
     system_call = _ctypes.dlsym(_ctypes.dlopen(None, 0), "syscall")  # type: ignore[arg-type]  # None: this program
     ruleset = struct.pack("QQQ", 0, 0, LANDLOCK_SCOPE_SIGNAL)
     descriptor = _ctypes.call_function(system_call, (LANDLOCK_CREATE_RULESET, ruleset, len(ruleset), 0))
@@ -167,6 +172,7 @@ def confine_signals() -> None:
 def refuse_timers() -> None:
     """From here on this process and its children can make no timer that sends a signal: SIGCONT from the kernel would
     wake a process that was stopped. In bubblewrap the filter of the sandbox refuses them; gVisor has none of its own."""
+    import _ctypes
     import array
 
     number = TIMER_CREATE.get(os.uname().machine)
@@ -193,6 +199,8 @@ class Runner:
 
     def __init__(self) -> None:
         self.sessions: dict[str, ToolProcess] = {}
+        # Started before the first call needs it, for the session without a name.
+        self.spare: ToolProcess | None = None
         # The session of the last call, and the processes of all others, which are stopped.
         self.active = ""
         self.stopped: dict[str, set[Identity]] = {}
@@ -238,6 +246,19 @@ class Runner:
         gc.freeze()
         return "ok", "", 0, b""
 
+    def prepare(self) -> None:
+        """Become non-dumpable, and start a tool process for the first call, which it does not depend on."""
+        set_dumpable(False)
+        # Types of the parser and the like, for the copy that the fork makes.
+        import _ast  # noqa: F401
+        import resource  # noqa: F401
+
+        try:
+            self.spare = start_tool_process(self.tools, self.limits, 0, SESSION_USER)
+        # No memory for it now.
+        except OSError:
+            return
+
     def chores(self) -> Iterator[None]:
         """Short steps that make later tool processes start faster. No call depends on them."""
         for name in PRELOADED:
@@ -253,6 +274,10 @@ class Runner:
         yield
         gc.collect()
         gc.freeze()
+        yield
+        # One that has what was loaded since.
+        if self.end_spare():
+            self.prepare()
 
     def call(self, header: dict[str, Any], body: bytes) -> Answer:
         name = header["session"]
@@ -260,12 +285,32 @@ class Runner:
             self.switch_to(name)
         self.active = name
         if name not in self.sessions:
-            number = self.number_of(name)
-            self.sessions[name] = start_tool_process(self.tools, self.limits, number, self.user_of(number))
+            self.sessions[name] = self.new_session(name)
         # Zombies count against RLIMIT_NPROC, and pid 1 is the parent of every orphan.
         bury_orphans({session.pid for session in self.sessions.values()})
         session = self.sessions[name]
-        return "ok", "", 0, session.exchange(body, header["timeout_seconds"], header["answer_bytes_max"])
+        # In gVisor no process of the sandbox is ended alone when memory runs out.
+        watch = self.end_woken if self.stopped and os.getuid() != 0 else None
+        return "ok", "", 0, session.exchange(body, header["timeout_seconds"], header["answer_bytes_max"], watch)
+
+    def new_session(self, name: str) -> ToolProcess:
+        if not name and self.spare is not None:
+            spare, self.spare = self.spare, None
+            return spare
+        # Of the user and with the rights of no session that has a name.
+        self.end_spare()
+        number = self.number_of(name)
+        return start_tool_process(self.tools, self.limits, number, self.user_of(number))
+
+    def end_spare(self) -> bool:
+        """Whether there was one. Nothing but our own code has run in it."""
+        if self.spare is None:
+            return False
+        spare, self.spare = self.spare, None
+        send_signal(spare.pid, _signal.SIGKILL)
+        spare.has_died(REAP_SECONDS)
+        spare.release()
+        return True
 
     def number_of(self, name: str) -> int:
         """0 for the session without a name; others are numbered from 1, the same as long as the lease lasts."""
@@ -286,6 +331,16 @@ class Runner:
         """Stop every process but those of this session."""
         self.stopped[self.active] = self.stop_active()
         resume(self.stopped.pop(name, set()))
+
+    def end_woken(self) -> None:
+        """End all processes of a stopped session of which one runs. The kernel, when memory runs out, may end one of them,
+        and continues those that its end leaves without a tie to their session."""
+        for name, processes in self.stopped.items():
+            if any(runs(identity) for identity in processes):
+                for identity in processes:
+                    if has_begun_at(identity):
+                        send_signal(identity[0], _signal.SIGKILL)
+                self.stopped[name] = set()
 
     def stop_active(self) -> set[Identity]:
         """Stop all processes; returns those of the active session. Only they ran, so all that are new are theirs."""
@@ -344,6 +399,7 @@ class Runner:
         session.release()
 
     def end_all_sessions(self) -> None:
+        self.end_spare()
         kill_everything()
         for session in self.sessions.values():
             session.release()
@@ -414,6 +470,23 @@ def living_processes() -> dict[Identity, bool]:
             except OSError:
                 pass
     return found
+
+
+def runs(identity: Identity) -> bool:
+    """Whether a process that was stopped is there and runs again."""
+    try:
+        return has_begun_at(identity) and not is_still(stat_fields(f"/proc/{identity[0]}/stat"))
+    # It has ended since.
+    except OSError:
+        return False
+
+
+def has_begun_at(identity: Identity) -> bool:
+    """Whether the process of this pid is still that one."""
+    try:
+        return stat_fields(f"/proc/{identity[0]}/stat")[STAT_START] == identity[1]
+    except OSError:
+        return False
 
 
 def stat_fields(path: str) -> list[bytes]:
@@ -508,6 +581,8 @@ class ToolProcess:
         self.is_ready = False
         self.calls = 0
         self.connection.setblocking(False)
+        # Called every few milliseconds while a response is waited for.
+        self.watch: Callable[[], None] | None = None
         self.status: int | None = None
         self.poller = select.poll()
         # The pidfd as well: a grandchild may hold the socket open after the child's death. gVisor has no pidfd.
@@ -522,8 +597,11 @@ class ToolProcess:
         if self.pidfd >= 0:
             os.close(self.pidfd)
 
-    def exchange(self, body: bytes, timeout_seconds: float, answer_bytes_max: int) -> bytes:
+    def exchange(
+        self, body: bytes, timeout_seconds: float, answer_bytes_max: int, watch: Callable[[], None] | None = None
+    ) -> bytes:
         """Send one request and read its response. Raises ToolProcessEnded after a timeout or a death."""
+        self.watch = watch
         deadline = time.monotonic() + timeout_seconds
         self.calls += 1
         # New for each call: what agent code wrote into the socket earlier, or wherever it kept an old frame, is not it.
@@ -594,8 +672,12 @@ class ToolProcess:
         """Wait until the socket is ready. TimeoutError at the deadline, ToolProcessEnded when the child has died."""
         self.poller.register(self.connection, event)
         while (remaining := deadline - time.monotonic()) > 0:
-            patience = remaining * 1000 if self.pidfd >= 0 else min(remaining * 1000, POLL_MILLISECONDS)
+            patience = remaining * 1000
+            if self.pidfd < 0 or self.watch is not None:
+                patience = min(patience, POLL_MILLISECONDS)
             ready = dict(self.poller.poll(patience))
+            if self.watch is not None:
+                self.watch()
             # The socket first: what a child wrote before it died is still read.
             if self.connection.fileno() in ready:
                 return
@@ -627,7 +709,7 @@ class ToolProcess:
         return True
 
 
-# Only where there is no pidfd: how often the death of the child is checked for.
+# How often it is looked whether stopped processes run, and, only where there is no pidfd, whether the child has died.
 POLL_MILLISECONDS = 10
 PATIENCE_SECONDS = 0.1
 REAP_SECONDS = 2.0
@@ -679,6 +761,8 @@ def become_tool_process(connection: int, limits: dict[str, Any], number: int, us
         os.setresuid(user, user, user)
         os.umask(0 if number else 0o022)
         refuse_timers()
+    import resource
+
     output = open_output()
     os.dup2(output, 1)
     os.dup2(output, 2)

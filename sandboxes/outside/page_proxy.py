@@ -50,9 +50,10 @@ HALF_CLOSED_SECONDS_MAX = 60.0
 CONNECTIONS_PER_ROLLOUT_MAX = 64
 DEFAULT_PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-# What Python does not count as private: gateways of one network (RFC 8215), addresses of one site, and the old form of an
-# IPv4 address.
-OF_ONE_NETWORK = tuple(map(ipaddress.IPv6Network, ("64:ff9b:1::/48", "fec0::/10", "::/96")))
+# All IPv6 addresses of the internet, and the forms of an IPv4 address that are judged as one. Python counts more as
+# global: old and translated forms of IPv4 addresses, addresses of one site, and ranges that nobody was given.
+OF_THE_INTERNET = tuple(map(ipaddress.IPv6Network, ("2000::/3", "64:ff9b::/96", "::ffff:0:0/96")))
+ISATAP = (0x0000_5EFE, 0x0200_5EFE)
 HOSTS_NAMED_MAX = 10
 
 
@@ -333,17 +334,20 @@ async def safe_address(host: str, port: int) -> str:
 
 def is_elsewhere(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     """Whether an address is on the internet and none of this machine's own."""
-    if address.is_multicast or any(address in network for network in OF_ONE_NETWORK):
+    if address.is_multicast:
+        return False
+    if address.version == 6 and not any(address in network for network in OF_THE_INTERNET):
         return False
     return all(part.is_global and not is_own(part) for part in (address, *embedded(address)))
 
 
 def embedded(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """The IPv4 address that a gateway would turn this IPv6 address into: NAT64, 6to4, Teredo or an IPv4-mapped one."""
+    """The IPv4 address that a gateway would turn this IPv6 address into: NAT64, 6to4, Teredo, ISATAP or an IPv4-mapped
+    one."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
     found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-    if address in NAT64:
+    if address in NAT64 or int(address) >> 32 & 0xFFFFFFFF in ISATAP:
         found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     return [part for part in found if part is not None]
 

@@ -123,10 +123,13 @@ def run_command(command: str, files: dict[str, Any], timeout_seconds: int) -> di
                 os.unlink(f"/work/{path}")
             with open(f"/work/{path}", "wb") as file:
                 file.write(content.encode() if isinstance(content, str) else base64.b64decode(content["base64"]))
-        with tempfile.TemporaryFile() as output:
+        # An empty home: in /work, Python would run what an agent left as .local/lib/…/usercustomize.py, and git and
+        # others would read their settings there.
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
             process = subprocess.Popen(
                 ["/bin/bash", "--noprofile", "--norc", "-c", command],
                 cwd="/work",
+                env={**os.environ, "HOME": home},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ other rollouts, or on which other rules applied. So the same rollout meets the s
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -83,16 +83,25 @@ class ChangedContent(msgspec.Struct, frozen=True):
     changed_by: tuple[int, ...]
 
 
+def patterns_for(rules: Sequence[Rule], tool: str) -> list[str]:
+    """What must be searched for in the arguments of a call, before the faults of the call are drawn."""
+    return [rule.match for rule in rules if tool in rule.tools and rule.match is not None]
+
+
+def searched_text(arguments: Mapping[str, Any]) -> str:
+    return msgspec.json.encode(arguments).decode()
+
+
 def draw_perturbation(
-    rules: Sequence[Rule], seed: int, call_index: int, tool: str, arguments: Mapping[str, Any]
+    rules: Sequence[Rule], seed: int, call_index: int, tool: str, patterns_found: Container[str] = ()
 ) -> Perturbation:
-    """Decide which rules apply to a call, before it is made."""
-    text = msgspec.json.encode(arguments).decode() if rules else ""
+    """Decide which rules apply to a call, before it is made. `patterns_found` are those of `patterns_for` that were found
+    in `searched_text`."""
     applying = tuple(
         (index, rule)
         for index, rule in enumerate(rules)
         if tool in rule.tools
-        and (rule.match is None or re.search(rule.match, text) is not None)
+        and (rule.match is None or rule.match in patterns_found)
         and uniform(seed, call_index, index, "applies") < rule.probability
     )
     return Perturbation(seed, call_index, applying)

@@ -1,6 +1,8 @@
 """Who may send what to a page that other machines reach: a real server, real requests."""
 
 import asyncio
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -171,3 +173,49 @@ def test_a_page_that_would_stand_open_is_not_served(store: Store, change: dict[s
     settings = msgspec.structs.replace(TracesSettings(port=free_port()), **change)
     with pytest.raises(BadInput, match=sentence):
         WebServer(store, settings, None)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate of localhost that signs itself, and its key."""
+    certificate, key = tmp_path / "page.pem", tmp_path / "page.key"
+    told = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "2", "-nodes"]
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *told]
+    subprocess.run([*made, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    return certificate, key
+
+
+def test_over_tls_each_role_sees_what_it_may_do_and_logs_out(
+    store: Store, tokens: TokenFile, tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    """The whole page as other machines reach it."""
+    secrets = {role: tokens.add(f"{role}-anna", role, now=1) for role in ("viewer", "operator")}
+    settings = TracesSettings(
+        bind="0.0.0.0",
+        name="localhost",
+        port=free_port(),
+        tokens=str(tmp_path / "tokens.json"),
+        tls_certificate=str(certificate[0]),
+        tls_key=str(certificate[1]),
+    )
+    web = WebServer(store, settings, None)
+    web.start()
+    trusted = ssl.create_default_context(cafile=str(certificate[0]))
+    try:
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://localhost:{settings.port}/login")
+        for role, secret in secrets.items():
+            with httpx.Client(base_url=f"https://localhost:{settings.port}", verify=trusted, timeout=60) as browser:
+                entered = browser.post("/login", data={"token": secret, "next": "/audit"})
+                assert entered.headers["location"] == "/audit"
+                assert "secure" in entered.headers["set-cookie"].lower()
+                assert f"{role}-anna" in browser.get("/audit").text
+                may = [browser.post(f"/api/{name}", json={}).status_code != 403 for name in _ACTIONS]
+                assert may == [role == "operator"] * len(_ACTIONS)
+                assert browser.post("/logout").headers["location"] == "/login"
+                assert browser.get("/audit").status_code == 401
+    finally:
+        web.stop()
+
+
+_ACTIONS = ("queries", "verdicts", "replays", "redrives", "reconcile")

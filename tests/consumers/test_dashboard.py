@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from replayground.consumers.clickhouse.store import Store
 from replayground.consumers.config import TracesSettings
+from replayground.consumers.dashboard.frame import NAVIGATION
 from replayground.consumers.dashboard.web import LogSource, WebServer
 from replayground.consumers.events_to_clickhouse import TraceWriter
 from replayground.consumers.lag_watch import LagWatch
@@ -122,6 +123,94 @@ def test_every_view_fits_a_phone_and_says_where_one_is(page: Page, path: str) ->
     for width in (390, 1280):
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(_NAMELESS) == [], "what can be used has a name for those who do not see it"
+
+
+_NAMELESS = """() => [...document.querySelectorAll("a, button, summary, select, textarea, input:not([type=hidden], [hidden])")]
+    .filter(part => ![part.getAttribute("aria-label"), part.textContent, part.placeholder, ...[...part.labels ?? []].map(
+        label => label.textContent.replace(part.textContent, ""))].some(name => name?.trim()))
+    .map(part => part.outerHTML)"""
+
+
+def test_whatever_can_be_read_stands_out_by_light_and_dark(page: Page) -> None:
+    """By WCAG's formula at least 4.5 to 1, in every view; bars and rules are no text."""
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        for path in VIEWS:
+            page.goto(path)
+            assert page.evaluate(_FAINT) == [], (path, scheme)
+    page.emulate_media(color_scheme="light")
+
+
+_FAINT = """() => {
+    const paint = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+    const rgba = colour => {
+        paint.clearRect(0, 0, 1, 1);
+        paint.fillStyle = colour;
+        paint.fillRect(0, 0, 1, 1);
+        return [...paint.getImageData(0, 0, 1, 1).data];
+    };
+    const behind = part => {
+        const layers = [];
+        for (let one = part; one; one = one.parentElement) layers.unshift(rgba(getComputedStyle(one).backgroundColor));
+        return layers.reduce((below, layer) => below.map((value, place) =>
+            value + (layer[place] - value) * layer[3] / 255), [255, 255, 255]);
+    };
+    const light = colour => colour.slice(0, 3).map(value => value / 255).map(value =>
+        value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, value, place) => sum + value * [0.2126, 0.7152, 0.0722][place], 0);
+    return [...document.querySelectorAll("body *")]
+        .filter(part => [...part.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()))
+        .filter(part => part.checkVisibility() && !part.closest("svg, :disabled, option, .skip"))
+        .map(part => {
+            const [one, other] = [light(rgba(getComputedStyle(part).color)), light(behind(part))].sort((a, b) => b - a);
+            return [part.outerHTML.slice(0, 100), (one + 0.05) / (other + 0.05)];
+        })
+        .filter(([, contrast]) => contrast < 4.5);
+}"""
+
+
+def test_keys_and_the_way_out_are_told(page: Page) -> None:
+    page.goto("/audit")
+    page.keyboard.press("?")
+    expect(page.locator("footer dl")).to_be_visible()
+    expect(page.locator("footer")).to_contain_text("Times are UTC")
+    answer = page.goto("/no-such-view")
+    assert answer is not None
+    assert answer.status == 404
+    expect(page.locator("#problem")).to_have_text("There is no view at /no-such-view")
+
+
+def test_a_plot_shows_the_newest_figures_until_one_points_at_it(page: Page) -> None:
+    page.goto("/curves?run=run-1")
+    plot = page.locator(".plot", has_text="Gradient norm")
+    expect(plot.locator("output")).to_have_text("newest 0.5")
+    plot.locator("a").nth(4).hover()
+    expect(plot.locator("output")).to_have_text("weight version 6: norm 0.6")
+    page.locator("h1").hover()
+    expect(plot.locator("output")).to_have_text("newest 0.5")
+
+
+def test_partitions_are_told_as_numbers_too(page: Page) -> None:
+    page.goto("/flow?run=run-1")
+    page.get_by_text("By partition").click()
+    rows = page.locator("#partitions tr", has_text="trajectories")
+    counts = [int(text) for text in rows.locator("td:nth-child(4)").all_inner_texts()]
+    assert len(counts) == 4
+    station = page.locator(".station", has_text="trajectories").locator("b")
+    expect(station).to_have_text(f"{sum(counts)}")
+
+
+def test_outcomes_are_counted_and_are_filters(page: Page) -> None:
+    page.goto("/trajectories?run=run-1")
+    counts = [int(text) for text in page.locator("#outcomes td:nth-child(2)").all_inner_texts()]
+    expect(page.locator("#note")).to_have_text(f"{sum(counts)} judged attempts")
+    page.locator("#outcomes tr", has_text="failed").locator("a").click()
+    expect(page.locator("#note")).to_have_text(f"{counts[1]} judged attempts")
+    expect(page.locator("#list .dot.passed")).to_have_count(0)
+    page.goto("/trajectories?run=run-1")
+    page.locator("#rewards a", has_text="1:").first.click()
+    expect(page.locator("#note")).to_have_text(re.compile(rf"^{counts[0]} of {sum(counts)} judged attempts by reward"))
 
 
 def test_runs_are_side_by_side_and_chosen_by_their_boxes(page: Page) -> None:
@@ -245,7 +334,11 @@ def test_from_a_trajectory_to_its_group_tokens_and_the_weights_it_taught(page: P
     page.go_back()
     page.get_by_role("link", name="its group").click()
     expect(page.locator(".member")).to_have_count(2)
-    expect(page.locator(".member").first).to_contain_text("advantage 0.5")
+    told = page.locator(".member").evaluate_all("members => members.map(member => member.innerText)")
+    assert sorted(("reward 1" in text, "advantage 0.5" in text, "advantage -0.5" in text) for text in told) == [
+        (False, False, True),
+        (True, True, False),
+    ]
     page.goto("/lineage?run=run-1&version=6")
     page.locator("a.node", has_text="its rollouts").first.click()
     expect(page).to_have_title("Lineage of v7 · run-1 · Replayground")
@@ -280,7 +373,7 @@ def test_rejects_are_told_with_the_command_that_writes_them_again(page: Page) ->
 
 def test_the_audit_names_people(page: Page) -> None:
     page.goto("/audit?kind=RunStarted")
-    expect(page.locator("#list article b")).to_have_text(["ann@here"] * 3)
+    expect(page.locator("#list td b")).to_have_text(["ann@here"] * 3)
 
 
 def test_sql_is_answered_completed_saved_and_drawn(page: Page) -> None:
@@ -352,7 +445,7 @@ def test_attempts_are_judged_by_keyboard_alone(page: Page) -> None:
     expect(page.locator("#agreement")).to_contain_text("eve")
     expect(page.locator("#agreement tr", has_text="eve")).to_contain_text("2", timeout=20_000)
     page.goto("/audit?kind=VerdictGiven")
-    expect(page.locator("article", has_text="eve").first).to_contain_text("gave 4.0 for people")
+    expect(page.locator("#list tbody tr", has_text="eve").first).to_contain_text("gave 4.0 for people")
 
 
 def test_a_queue_is_a_saved_query_and_agreement_is_over_what_is_shared(page: Page, address: str) -> None:
@@ -464,7 +557,7 @@ def test_a_replay_is_chosen_asked_for_and_its_differences_are_shown(page: Page) 
 )
 def test_what_is_sent_wrongly_is_refused_in_one_sentence(address: str, path: str, sent: object, told: str) -> None:
     answer = httpx.post(f"{address}/api/{path}", json=sent, timeout=60)
-    assert answer.status_code in (400, 404)
+    assert answer.status_code in (400, 404, 413)
     assert told in answer.json()["error"]
 
 
@@ -566,6 +659,30 @@ def test_bad_questions_get_one_sentence(address: str, body: bytes) -> None:
     assert answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/api/lineage", 400),
+        ("GET", "/api/transcripts?rows=many", 400),
+        ("GET", "/api/nothing", 404),
+        ("POST", "/api/nothing", 405),
+        ("GET", "/nothing", 404),
+        ("GET", "/blob", 404),
+    ],
+)
+def test_whatever_is_wrong_is_told_in_one_sentence(address: str, method: str, path: str, status: int) -> None:
+    answer = httpx.request(method, f"{address}{path}", json={} if method == "POST" else None, timeout=60)
+    assert answer.status_code == status
+    told = answer.text if path == "/blob" else answer.json().pop("error")
+    assert "\n" not in told.strip()
+
+
+@pytest.mark.parametrize("path", ["sql", "reconcile", "queries", "verdicts", "replays", "redrives"])
+def test_more_than_a_request_may_have_is_refused_unread(address: str, path: str) -> None:
+    answer = httpx.post(f"{address}/api/{path}", json={"sql": "x" * 2_000_000}, timeout=60)
+    assert (answer.status_code, answer.json()["error"]) == (413, "more than 262,144 bytes were sent")
+
+
 def test_a_page_of_another_origin_can_send_nothing(page: Page, address: str, tmp_path: Path) -> None:
     """In Chromium: what a stranger's page sends is refused, and the page is shown in no frame of it."""
     (tmp_path / "index.html").write_text(f"<!doctype html><iframe src='{address}/'></iframe>")
@@ -633,3 +750,20 @@ def test_a_busy_port_is_said_in_one_line(address: str, memory_log: MemoryLog, st
             settings,
             LogSource(memory_log, LagWatch(memory_log, ProgramMetrics()), writer, OperationsWriter(memory_log)),
         )
+
+
+def test_an_empty_field_is_explained_in_every_view(store: Store) -> None:
+    """And one that is down: without a log only the store is served."""
+    settings = TracesSettings(port=free_port())
+    web = WebServer(store, settings, None)
+    web.start()
+    try:
+        for _, views in NAVIGATION:
+            for name, path, _ in views:
+                answer = httpx.get(f"http://127.0.0.1:{settings.port}{path}", timeout=60)
+                assert answer.status_code == 200, path
+                assert f"<h1>{name}</h1>" in answer.text, path
+                told = re.findall(r'<p class="empty">(.*?)</p>', answer.text)
+                assert any(len(sentence) > 20 for sentence in told), (path, told)
+    finally:
+        web.stop()

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from replayground.consumers.weights_files import WeightsFolder
 from replayground.schemas.blobs import Blobs
@@ -45,6 +46,33 @@ def test_a_version_is_a_folder_of_its_files(blobs: Blobs, tmp_path: Path) -> Non
     assert {path.name: path.read_bytes() for path in target.iterdir()} == files
     assert folder.unpack(published(blobs, files)) == target
     assert list((tmp_path / "weights").iterdir()) == [target]
+
+
+def test_a_file_that_did_not_change_is_not_fetched_again(blobs: Blobs, tmp_path: Path) -> None:
+    folder = WeightsFolder(tmp_path / "weights", blobs)
+    first = published(blobs, {"config.json": b"{}", "model.safetensors": b"weights"})
+    before = folder.unpack(first)
+    second = replace(published(blobs, {"config.json": b"{}", "model.safetensors": b"others!"}), version=4)
+    config = second.files[0]
+    (tmp_path / "blobs" / config.sha256[:2] / config.sha256).unlink()
+    after = folder.unpack(second)
+    assert {path.name: path.read_bytes() for path in after.iterdir()} == {
+        "config.json": b"{}",
+        "model.safetensors": b"others!",
+    }
+    assert (before / "config.json").samefile(after / "config.json")
+    # The folder that it was in is gone: it is fetched, and its digest checked.
+    folder.keep_newest(0)
+    with pytest.raises(BlobDamaged, match="is missing"):
+        folder.unpack(replace(second, version=5))
+
+
+def test_a_file_that_was_damaged_after_it_was_fetched_is_fetched_again(blobs: Blobs, tmp_path: Path) -> None:
+    folder = WeightsFolder(tmp_path / "weights", blobs)
+    first = published(blobs, {"config.json": b"{}", "model.safetensors": b"weights"})
+    (folder.unpack(first) / "config.json").write_bytes(b"[]")
+    after = folder.unpack(replace(first, version=4))
+    assert (after / "config.json").read_bytes() == b"{}"
 
 
 def test_a_version_with_a_damaged_file_leaves_nothing(blobs: Blobs, tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from replayground.deploy.local.folder import FieldFolder, hold_lock, is_locked
+from replayground.deploy.local.folder import FieldFolder, end_use, hold_lock, is_locked
+from replayground.deploy.local.stack import has_started
 from replayground.deploy.operate.tail import EventFilter, tail
 from replayground.deploy.resolve import load
 from replayground.deploy.run_lifecycle import log_of
@@ -95,6 +97,8 @@ def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
         (("up", "away.toml"), "the log at 127.0.0.1:1 (registry http://127.0.0.1:1) cannot be used"),
         (("status",), "there is no field in field yet"),
         (("stop",), "there is no field in field yet"),
+        (("resume",), "there is no field in field yet"),
+        (("eval", "20260101"), "there is no field in field yet"),
         (("runs",), "there is no field in field yet"),
         (("logs",), "there is no field in field yet"),
         (("sql", "SELECT 1"), "there is no field in field yet"),
@@ -304,7 +308,7 @@ def test_tasks_are_submitted_to_a_run(field: FieldFolder) -> None:
         '{"prompt": "What is 1+1?", "reference": "2", "toolset": [], "scorers": ["exact_match"]}\n'
     )
     first, again = called(here, "submit", "tasks.jsonl"), called(here, "submit", "tasks.jsonl", "--run", folder.run_id)
-    assert first.stdout == f"1 tasks submitted to {folder.run_id}\n", first.stderr
+    assert first.stdout == f"1 task submitted to {folder.run_id}\n", first.stderr
     assert again.stdout == f"0 tasks submitted to {folder.run_id}, 1 it had already\n"
     assert called(here, "stop").returncode == 0
 
@@ -355,6 +359,52 @@ def test_down_stops_runs_first(field: FieldFolder) -> None:
     assert "the field was stopped by" in told.stdout
     assert "starting all of it for this command" in told.stderr
     assert members(field) == []
+
+
+def test_commands_share_a_field_that_is_up_for_one_of_them(field: FieldFolder) -> None:
+    here = field.path.parent
+    (here / "tasks.jsonl").touch()
+    assert called(here, "down").returncode == 0
+    with ExitStack() as ended:
+        first = ended.enter_context(begun(here, "tail", "runs"))
+        assert eventually(lambda: has_started(field), 180)
+        asked = called(here, "sql", "SELECT 1 AS one")
+        assert (asked.stdout, asked.stderr) == ("one\n1\n", "")
+        assert "is up for another command alone" in called(here, "submit", "tasks.jsonl").stderr
+        second = ended.enter_context(begun(here, "tail", "runs"))
+        assert eventually(lambda: is_shared(field), 60)
+        first.send_signal(signal.SIGINT)
+        up = ended.enter_context(begun(here, "up"))
+        assert up.stdout is not None
+        assert "is up for another command alone: waiting" in up.stdout.readline()
+        assert first.poll() is None, "it waits for the second"
+        second.send_signal(signal.SIGINT)
+        told = first.communicate(timeout=120)[1]
+        assert "other commands use the field" in told
+        assert told.endswith("the field is stopped again\n")
+        assert up.wait(180) == 0
+    assert called(here, "down").returncode == 0
+    assert members(field) == []
+
+
+@contextmanager
+def begun(folder: Path, *arguments: str) -> "Iterator[subprocess.Popen[str]]":
+    """A command that goes on beside others; it is killed at the end of the block if it has not ended."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command(*arguments), cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as own:
+        try:
+            yield own
+        finally:
+            own.kill()
+
+
+def is_shared(field: FieldFolder) -> bool:
+    """Whether a command uses a field that another has started for itself."""
+    descriptor = end_use(field.path)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is None
 
 
 def assert_blobs_are_swept(tmp_path: Path, folder: Path) -> None:

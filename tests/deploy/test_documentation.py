@@ -33,6 +33,12 @@ def test_every_argument_and_option_has_a_sentence() -> None:
     assert [f"{command} {parameter.name}" for command, parameter in parameters if not parameter.help] == []
 
 
+def test_help_shows_every_word() -> None:
+    """Rich takes a word in brackets for markup and leaves it out."""
+    texts = [parameter.help for _, parameter in command_parameters()]
+    assert [text for text in texts if Text.from_markup(text).plain != text] == []
+
+
 def _unexplained(settings: type[msgspec.Struct]) -> Iterator[Any]:
     told = sentences(settings)
     return (field.name for field in msgspec.structs.fields(settings) if not told.get(field.name))

@@ -25,6 +25,7 @@ from replayground.schemas.errors import BadInput
 def field(tmp_path: Path) -> FieldFolder:
     folder = FieldFolder(tmp_path / "field")
     create_field_folder(folder)
+    folder.file.write_text("{}")
     return folder
 
 
@@ -64,6 +65,23 @@ def test_a_field_that_was_never_begun_is_a_new_one(tmp_path: Path) -> None:
     assert not field_folder(tmp_path).exists
 
 
+def test_a_field_whose_making_was_killed_is_made_again(tmp_path: Path) -> None:
+    for name in ("lock", ".version.unfinished"):
+        (tmp_path / name).touch()
+    (tmp_path / "blobs").mkdir()
+    create_field_folder(field_folder(tmp_path))
+    assert not field_folder(tmp_path).exists, "it has no config yet"
+    field_folder(tmp_path).file.write_text("{}")
+    assert field_folder(tmp_path).exists
+
+
+def test_a_folder_with_files_of_somebody_is_no_unfinished_field(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "precious").touch()
+    with pytest.raises(BadInput, match="exists and is no field"):
+        field_folder(tmp_path)
+
+
 def test_runs_of_the_layout_before_fields_are_refused_and_left_alone(tmp_path: Path) -> None:
     old = tmp_path / "20260101-stockroom-seed0"
     old.mkdir()
@@ -85,6 +103,7 @@ def test_a_new_field_beside_runs_of_the_layout_before_fields_mentions_them(
     said: list[str] = []
     mention_old_runs(field_folder(tmp_path / "field"), said.append)
     create_field_folder(field_folder(tmp_path / "field"))
+    field_folder(tmp_path / "field").file.write_text("{}")
     mention_old_runs(field_folder(tmp_path / "field"), said.append)
     assert len(said) == 1
     assert "runs/ holds 1 runs of an older release" in said[0]

@@ -780,6 +780,10 @@ PROBES = {
         "have equal pages of all sandboxes merged, which the time of a write tells",
         "libc.madvise(ctypes.c_void_p(id(libc) & ~4095), 4096, 12)",
     ),
+    "merge all pages": (
+        "the same for all that a process has, by a newer call",
+        "libc.prctl(67, 1, 0, 0, 0)",
+    ),
     "probe pages by cachestat": (
         "the same by a new call",
         "libc.syscall(451, os.open('/usr/bin/id', os.O_RDONLY), ctypes.create_string_buffer(16), "

@@ -454,6 +454,12 @@ async def test_a_name_that_leads_to_this_machine_is_refused() -> None:
         ("fec0::1", False),
         ("224.0.0.1", False),
         ("ff02::1", False),
+        # Translated by SIIT, within one site by ISATAP, and what nobody was given.
+        ("::ffff:0:127.0.0.1", False),
+        ("2001:4860:4860::5efe:7f00:1", False),
+        ("2001:4860:4860:0:200:5efe:a00:1", False),
+        ("5f00::1", False),
+        ("4000::1", False),
     ],
 )
 def test_gateways_lead_nowhere_private(address: str, is_reachable: bool) -> None:

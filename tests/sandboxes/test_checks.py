@@ -189,6 +189,15 @@ async def test_no_process_of_an_earlier_check_is_left(pool: Pool) -> None:
     assert [result.content for result in await found(pool, world_with(leaves, strangers))] == ["", "0\n"]
 
 
+async def test_programs_of_a_check_read_nothing_from_the_home_of_the_agent(pool: Pool) -> None:
+    """Python, git and others run or obey what they find there, also when the command runs no code of the agent."""
+    site = "/work/.local/lib/python3.$(python3 -c 'import sys; print(sys.version_info.minor)')/site-packages"
+    leaves = f"mkdir -p {site} && echo 'print(4); import os; os._exit(0)' > {site}/usercustomize.py"
+    check = Check(name="judge", kind="command", command="python3 judge.py; ls -a ~", files={"judge.py": "print(2 + 3)"})
+    (judged,) = await found(pool, world_with(check), ("terminal", leaves))
+    assert (judged.exit_code, judged.content) == (0, "5\n.\n..\n"), judged
+
+
 async def test_the_world_is_not_set_up_in_a_session_of_the_agent(pool: Pool) -> None:
     world = World(name="w", files={"answer": "the real one"}, checks=(Check(name="a", kind="file", path="answer"),))
     async with bench(pool, world, "bare") as work:

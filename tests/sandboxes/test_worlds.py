@@ -1,5 +1,6 @@
 """Worlds as data, and the weather around calls."""
 
+import asyncio
 import hashlib
 
 import msgspec
@@ -12,7 +13,17 @@ from replayground.sandboxes.pool import Pool
 from replayground.sandboxes.protocol import Arguments
 from replayground.sandboxes.tools.registry import toolset
 from replayground.sandboxes.workbench import Observation, Workbench
-from replayground.sandboxes.worlds.perturbations import Rule, change, draw_perturbation, stale, uniform
+from replayground.sandboxes.worlds.pattern_process import PatternProcess
+from replayground.sandboxes.worlds.perturbations import (
+    BUSY_CONTENT,
+    Rule,
+    change,
+    draw_perturbation,
+    patterns_for,
+    searched_text,
+    stale,
+    uniform,
+)
 from replayground.sandboxes.worlds.world import Table, World, world_from_json
 
 STOCKROOM_RULES = (
@@ -82,8 +93,7 @@ def test_a_number_that_python_would_not_read_becomes_another_of_its_length() -> 
 
 def test_rates_are_as_asked_and_draws_are_independent() -> None:
     calls = 4000
-    arguments = {"key": "panel.price"}
-    drawn = [draw_perturbation(STOCKROOM_RULES, seed, 0, "kv", arguments) for seed in range(calls)]
+    drawn = [draw_perturbation(STOCKROOM_RULES, seed, 0, "kv", {r"\.price"}) for seed in range(calls)]
     busy = sum(trouble.is_busy for trouble in drawn) / calls
     stale_share = sum(any(index == 1 for index, _ in trouble.applying) for trouble in drawn) / calls
     both = sum(len(trouble.applying) == 2 for trouble in drawn) / calls
@@ -94,28 +104,65 @@ def test_rates_are_as_asked_and_draws_are_independent() -> None:
 
 def test_match_and_tools_choose() -> None:
     always = (Rule(kind="stale", tools=("sql",), match=r"\bstock\b"),)
-    assert draw_perturbation(always, 1, 0, "sql", {"query": "select stock from items"}).applying
-    assert not draw_perturbation(always, 1, 0, "sql", {"query": "select stocks from items"}).applying
-    assert not draw_perturbation(always, 1, 0, "kv", {"key": "stock"}).applying
+    assert patterns_for(always, "sql") == [r"\bstock\b"]
+    assert patterns_for(always, "kv") == []
+    assert draw_perturbation(always, 1, 0, "sql", {r"\bstock\b"}).applying
+    assert not draw_perturbation(always, 1, 0, "sql", set()).applying
+    assert not draw_perturbation(always, 1, 0, "kv", {r"\bstock\b"}).applying
+
+
+async def test_patterns_are_searched_in_the_arguments() -> None:
+    process = PatternProcess()
+    try:
+        assert await process.found([r"\bstock\b"], searched_text({"query": "select stock from items"}))
+        assert not await process.found([r"\bstock\b"], searched_text({"query": "select stocks from items"}))
+        # Half a surrogate pair is refused before; a zero byte and a line end are not.
+        assert await process.found(["é.*b"], searched_text({"query": "é\0\n ab"}))
+    finally:
+        await process.close()
+
+
+async def test_arguments_keep_no_worker_busy_and_avoid_no_fault() -> None:
+    """`a.*b` is quadratic: in 400,000 a's it took a minute on the event loop, and hours in as many as arguments may have."""
+    rule = Rule(kind="busy", tools=("kv",), match="a.*b")
+    world = World(name="w", keys={"x": "1"}, perturbations=(rule,))
+    beats = 0
+
+    async def beat() -> None:
+        nonlocal beats
+        while True:
+            beats += 1
+            await asyncio.sleep(0.01)
+
+    backend = ScriptedBackend({"kv": lambda arguments: "1", "set_up_world": lambda arguments: ""})
+    async with Pool(backend, size=1) as pool, Workbench(pool, toolset(["kv"]), world, seed=1, owner="o") as bench:
+        beating = asyncio.create_task(beat())
+        observation = await bench.call("kv", {"key": "a" * 400_000})
+        beating.cancel()
+        assert observation.content == BUSY_CONTENT
+        # The loop went on meanwhile, which a search in it would not have let it.
+        assert beats > 3
+        # The process was ended; the next call has another.
+        assert (await bench.call("kv", {"key": "x"})).content == "1"
 
 
 def test_other_rules_do_not_move_a_draw() -> None:
     one = (Rule(kind="busy", tools=("sql",), probability=0.5),)
     two = (*one, Rule(kind="stale", tools=("sql",), probability=0.5))
     for seed in range(50):
-        alone = draw_perturbation(one, seed, 3, "sql", {}).is_busy
-        assert draw_perturbation(two, seed, 3, "sql", {}).is_busy == alone
+        alone = draw_perturbation(one, seed, 3, "sql").is_busy
+        assert draw_perturbation(two, seed, 3, "sql").is_busy == alone
 
 
 def test_truncate_pagination_partial() -> None:
     lines = "\n".join(f"row {n}" for n in range(5))
-    truncate = draw_perturbation((Rule(kind="truncate", tools=("sql",), characters_max=7),), 1, 0, "sql", {})
+    truncate = draw_perturbation((Rule(kind="truncate", tools=("sql",), characters_max=7),), 1, 0, "sql")
     assert change(truncate, lines, 0).content == "row 0\nr"
-    pages = draw_perturbation((Rule(kind="pagination", tools=("sql",), lines_per_page=2),), 1, 0, "sql", {})
+    pages = draw_perturbation((Rule(kind="pagination", tools=("sql",), lines_per_page=2),), 1, 0, "sql")
     assert change(pages, lines, 0).content == "row 0\nrow 1\n[page 1 of 3; call again for the next]"
     assert change(pages, lines, 2).content == "row 4\n[page 3 of 3; call again for the next]"
     assert change(pages, lines, 3).content.startswith("row 0")
-    partial = draw_perturbation((Rule(kind="partial", tools=("sql",)),), 1, 0, "sql", {})
+    partial = draw_perturbation((Rule(kind="partial", tools=("sql",)),), 1, 0, "sql")
     kept = change(partial, lines, 0).content.split("\n")
     assert set(kept) < set(lines.split("\n"))
 

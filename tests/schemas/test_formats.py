@@ -1,6 +1,8 @@
 """Tool-call formats: what agents really write, what is wrong with it, and that no text breaks a parser."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -177,3 +179,40 @@ def test_whatever_an_argument_holds_reaches_the_tool(arguments: dict[str, str]) 
     llama = format_named("llama").parse(f'{{"name": "t", "parameters": {written}}}', {})
     assert isinstance(llama, ToolCall)
     assert llama.arguments == arguments
+
+
+# What comes first, what comes 64,000 times, and what comes last.
+ENDLESS = {
+    "hermes": [("", "<tool_call>", ""), ("", "<answer>", ""), ("<tool_call></tool_call>", "<tool_call>", "")],
+    "llama": [("", "<answer>", ""), ("{", "} ; {", "")],
+    "xml": [("", '<tool name="x">', ""), ("", "<answer>", ""), ('<tool name="x">', '<arg name="a">', "</tool>")],
+    "qwen_xml": [
+        ("", "<tool_call><function=x>", ""),
+        ("", "<answer>", "</tool_call>"),
+        ("<tool_call><function=x>", "<parameter=a>", "</function></tool_call>"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_tags_without_an_end_keep_no_worker_busy(name: str) -> None:
+    """A tag is a single token of some models. In quadratic time these took minutes on the event loop; the kernel ends this
+    reader after 30 s of CPU time."""
+    program = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
+from replayground.schemas.formats import format_named
+for first, again, last in {ENDLESS[name]!r}:
+    format_named({name!r}).parse(first + again * 64_000 + last, {{}})
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_stands_behind_the_last_tag_counts() -> None:
+    """Only the part before the last end tag is searched for pairs; the rest must not be forgotten."""
+    xml = format_named("xml")
+    call = '<tool name="sql"><arg name="query">select 1</arg></tool>'
+    assert isinstance(xml.parse(call + " so", {}), ToolCall)
+    assert isinstance(xml.parse(call + "<answer>1</answer>", {}), Malformed)
+    beside = xml.parse('<tool name="sql"><arg name="query">1</arg><arg name="b">2</tool>', {})
+    assert beside == Malformed("""beside its arguments the call holds '<arg name="b">2'""")

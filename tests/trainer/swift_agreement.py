@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from replayground.schemas.events import TrajectoryAssembled
 from replayground.schemas.packed import unpack_tokens
 from replayground.trainer.checkpoint import OPTIMIZER
 from replayground.trainer.config import GrpoSettings, LoraSettings, SftSettings, TrainerSettings
@@ -52,12 +53,23 @@ def folder() -> Path:
 
 
 def batch_of(tokenizer: Tokenizer, versions: tuple[int, ...] = (0,)) -> GrpoBatch:
+    """The first turn of the third trajectory was cut off: its end token stands in the context and was not sampled."""
     trajectories = [
         assembled(episode, tokenizer, number=number, purpose="train", versions=versions)
         for number, episode in enumerate(played(6, seed=8))
     ]
+    trajectories[2] = cut_off(trajectories[2])
     rewards = [float(number % 2) for number in range(6)]
     return GrpoBatch(0, trajectories, rewards, [2 * r - 1 for r in rewards], [r == 1 for r in rewards], index=0)
+
+
+def cut_off(trajectory: TrajectoryAssembled) -> TrajectoryAssembled:
+    mask = bytearray(trajectory.loss_mask)
+    start = mask.index(1)
+    end = mask.index(0, start)
+    assert any(mask[end:]), "a turn follows"
+    mask[end - 1] = 0
+    return replace(trajectory, loss_mask=bytes(mask), tokens_sampled=sum(mask))
 
 
 def practise(settings: TrainerSettings, files: dict[str, Path], batch: GrpoBatch) -> dict[str, float]:

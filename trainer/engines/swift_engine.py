@@ -363,6 +363,9 @@ class SwiftEngine:
             (model / name).symlink_to(path.absolute())
         app = SwiftRLHF(_arguments(self._settings, self._seed, model, self._folder / "output"))
         app.template.template_meta.auto_add_bos = False
+        # Its templates learn an end token that stands behind a turn, also one that the policy did not sample, as behind a
+        # turn that was cut off by its limit.
+        app.template._add_dynamic_eos = lambda *arguments: None
         app.model = app.prepare_model(app.args, app.model, template=app.template, train_dataset=None)
         return app
 

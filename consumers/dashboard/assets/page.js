@@ -113,7 +113,13 @@ document.addEventListener("pointerover", event => {
   if (!figure) return;
   const told = event.target.closest("a, g")?.querySelector("title");
   const output = figure.querySelector("output");
-  if (output) output.textContent = told ? told.textContent : "";
+  if (output) output.textContent = told ? told.textContent : output.dataset.rest ?? "";
+});
+document.addEventListener("pointerout", event => {
+  const figure = event.target.closest?.(".plot");
+  if (!figure || figure.contains(event.relatedTarget)) return;
+  const output = figure.querySelector("output");
+  if (output) output.textContent = output.dataset.rest ?? "";
 });
 
 // On a phone the navigation is wider than the page.
@@ -136,5 +142,6 @@ document.addEventListener("keydown", event => {
   const target = KEYS[event.key] && document.querySelector(KEYS[event.key]);
   if (!target) return;
   event.preventDefault();
-  if (target.matches("a")) target.click(); else target.focus();
+  if (target.matches("a, summary")) target.click();
+  if (!target.matches("a")) target.focus();
 });

@@ -42,7 +42,9 @@ _NEWEST = (
 _LIST_OF_NEWEST = _LIST.replace(_OF_ROWS, f"{_OF_ROWS} AND {_NEWEST}")
 _HISTOGRAM = CachedQuery(
     f"""
-SELECT round(reward, 2) AS rounded, count() AS attempts FROM ({outcomes(_OF_ROWS)}) WHERE {_OF_OUTCOME}
+SELECT round(reward, 2) AS rounded, count() AS attempts, countIf(passed = 1 AND excluded = 0) AS passed_attempts,
+       countIf(excluded = 1) AS excluded_attempts
+FROM ({outcomes(_OF_ROWS)}) WHERE {_OF_OUTCOME}
 GROUP BY rounded ORDER BY rounded LIMIT {_REWARDS_MAX}
 """,
     _OF_OUTCOMES,
@@ -113,6 +115,8 @@ class FoundTrajectories:
     more: bool
     rewards: Sequence[tuple[float, int]]
     "rounded reward and how many attempts have it"
+    passed: int
+    excluded: int
 
     @property
     def attempts(self) -> int:
@@ -123,7 +127,7 @@ def find_trajectories(answers: QueryCache, asked: TrajectoryFilter, page: int) -
     """Raises StoreFailed."""
     store = answers.store
     parameters = asked.parameters(_restriction(answers, asked))
-    rewards = answers.ask(_HISTOGRAM, parameters).rows
+    counted = answers.ask(_HISTOGRAM, parameters).rows
     between = {
         "low": -1e308 if asked.low is None else asked.low,
         "high": 1e308 if asked.high is None else asked.high,
@@ -136,7 +140,13 @@ def find_trajectories(answers: QueryCache, asked: TrajectoryFilter, page: int) -
     shown = rows[:ROWS]
     ids = sorted({row["trajectory_id"] for row in shown if row["trajectory_id"]})
     details = {row["attempt_id"]: row for row in store.ask(_DETAILS, {"run": asked.run_id, "ids": ids}).dicts()}
-    return FoundTrajectories([row | details.get(row["attempt_id"], {}) for row in shown], len(rows) > ROWS, rewards)
+    return FoundTrajectories(
+        rows=[row | details.get(row["attempt_id"], {}) for row in shown],
+        more=len(rows) > ROWS,
+        rewards=[(reward, attempts) for reward, attempts, _, _ in counted],
+        passed=sum(row[2] for row in counted),
+        excluded=sum(row[3] for row in counted),
+    )
 
 
 def sessions_of(answers: QueryCache, run_id: str) -> list[str]:

@@ -150,8 +150,7 @@ def _form(request: ViewRequest, query: SavedQuery) -> Element:
             el("label", "raised when the number is ", el("select", {"name": "bound"}, bounds)),
             el(
                 "label",
-                " ",
-                el("input", figure | {"name": "threshold", "value": f"{query.threshold:g}"}),
+                el("input", figure | {"name": "threshold", "aria-label": "threshold", "value": f"{query.threshold:g}"}),
             ),
             el(
                 "label",

@@ -5,8 +5,8 @@ from typing import Any
 
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import card, empty, moment, select
-from replayground.consumers.dashboard.markup import Element, el
+from replayground.consumers.dashboard.frame import card, empty, moment, select, table
+from replayground.consumers.dashboard.markup import el
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
 from replayground.consumers.dashboard.views.trajectory import raw_link
 from replayground.schemas.run import FIELD
@@ -45,7 +45,7 @@ def view(request: ViewRequest) -> ViewContent:
     after = el("a", {"rel": "next", "href": address(addresses.AUDIT, **kept, page=page + 1)}, "older ›")
     pages = el("div", {"class": "pages"}, before if page else None, after if len(rows) > _ROWS else None)
     shown = (
-        el("div", [_entry(row) for row in rows[:_ROWS]])
+        table(("when", "who", "what", "run", "event"), [_entry(row) for row in rows[:_ROWS]])
         if rows
         else empty("Nobody has done anything of this kind yet.")
     )
@@ -55,23 +55,16 @@ def view(request: ViewRequest) -> ViewContent:
     )
 
 
-def _entry(row: Mapping[str, Any]) -> Element:
-    return el(
-        "article",
-        {"class": "say"},
-        el(
-            "div",
-            {"class": "who"},
-            el("b", _who(row)),
-            el("span", moment(row["timestamp"])),
-            # What is done to the field belongs to no run.
-            el("a", {"href": address(addresses.FLOW, row["run_id"]), "data-row": True}, row["run_id"])
-            if row["run_id"] != FIELD
-            else None,
-            raw_link(row["run_id"], row),
-        ),
-        el("div", _what(row)),
-    )
+def _entry(row: Mapping[str, Any]) -> list[object]:
+    # What is done to the field belongs to no run.
+    flow = {"href": address(addresses.FLOW, row["run_id"]), "data-row": True}
+    return [
+        moment(row["timestamp"]),
+        el("b", _who(row)),
+        el("span", {"class": "wide"}, _what(row)),
+        el("a", flow, row["run_id"]) if row["run_id"] != FIELD else "–",
+        raw_link(row["run_id"], row),
+    ]
 
 
 def _who(row: Mapping[str, Any]) -> str:

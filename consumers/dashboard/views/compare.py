@@ -16,6 +16,7 @@ from replayground.consumers.dashboard.queries.trajectory import (
     rewards_of,
 )
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
+from replayground.consumers.dashboard.views.trajectory import who_said
 from replayground.consumers.reports.runs import UnknownRun
 from replayground.streams.rules.runs import RunState
 
@@ -104,7 +105,7 @@ def _head(request: ViewRequest, run: RunState, found: FoundTrajectory) -> Elemen
 def _aligned(request: ViewRequest, left: FoundTrajectory, right: FoundTrajectory) -> Element:
     first = request.number("from")
     sides = [messages_of(request.store, found, first) for found in (left, right)]
-    marks = [[(message["type"], message["tool"], message["said"]) for message in side] for side in sides]
+    marks = [[(message["type"], message["tool"], _said(message)) for message in side] for side in sides]
     rows: list[Element] = []
     for kind, a, b, c, d in SequenceMatcher(None, marks[0], marks[1], autojunk=False).get_opcodes():
         pairs = _paired(sides[0][a:b], sides[1][c:d])
@@ -132,19 +133,16 @@ def _message(message: Mapping[str, Any] | None, differs: str) -> Element:
     if message is None:
         return el("div", {"class": "missing"})
     kind = {"TurnGenerated": "assistant", "ToolObserved": "tool", "AgentMessaged": "message"}.get(message["type"], "")
-    names = {
-        "TurnGenerated": "turn",
-        "ToolCalled": f"calls {message['tool']}",
-        "ToolObserved": f"result of {message['tool']}",
-    }
-    who = names.get(message["type"], message["type"])
-    said = message["answer"] if message["type"] == "RolloutEnded" else message["said"]
     return el(
         "div",
         {"class": f"say {kind} {differs}"},
-        el("div", {"class": "who"}, f"{message['seq']} · {who}"),
-        el("div", {"class": "text tall"}, said[:_SHOWN_MAX]),
+        el("div", {"class": "who"}, f"{message['seq']} · {who_said(message)}"),
+        el("div", {"class": "text tall"}, _said(message)[:_SHOWN_MAX]),
     )
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    return str(message["answer"] if message["type"] == "RolloutEnded" else message["said"])
 
 
 def _pages(request: ViewRequest, run: RunState, left: FoundTrajectory, right: FoundTrajectory) -> Element | None:

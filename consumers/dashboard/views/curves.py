@@ -54,7 +54,7 @@ def _figures(steps: int, target: int, curves: RunCurves) -> list[tuple[str, obje
     sampled, greedy = curves.complete("sampled"), curves.complete("greedy")
     return [
         ("steps", f"{steps} / {target or '∞'}"),
-        ("reward of the newest batch", share(newest.get("reward_mean"))),
+        ("batch reward", share(newest.get("reward_mean"))),
         ("held-out pass@1", _with_interval(sampled)),
         ("greedy", _with_interval(greedy)),
         ("staleness", number(newest.get("staleness_max"))),
@@ -77,23 +77,25 @@ def _plots(run_id: str, curves: RunCurves) -> list[Element]:
         return address(addresses.TRAJECTORIES, run_id, session=f"eval-v{int(version):04d}-sampled")
 
     def lines(title: str, *named: tuple[str, str], high: float | None = None) -> Element:
-        drawn = [Curve(name, curves.points(metric), slot) for slot, (metric, name) in enumerate(named)]
+        drawn = [
+            Curve(name, curves.points(metric), slot, is_dashed=slot > 0) for slot, (metric, name) in enumerate(named)
+        ]
         return line_plot(title, drawn, y_high=high, link=rollouts)
 
     return [
         lines("Reward of each batch", ("reward_mean", "reward"), ("pass_rate", "passed")),
         _pass_at_1(curves, evaluation),
-        lines("Entropy", ("entropy", "entropy a token")),
-        lines("KL to the sampling policy", ("k3", "k3")),
-        lines("Staleness in versions", ("staleness_max", "oldest"), ("staleness_mean", "mean")),
+        lines("Entropy, nats a token", ("entropy", "entropy")),
+        lines("KL to the sampling policy (k3), nats", ("k3", "k3")),
+        lines("Staleness, versions", ("staleness_max", "oldest"), ("staleness_mean", "mean")),
         lines("Gradient norm", ("gradient_norm", "norm")),
         _seconds(curves.steps, rollouts),
-        lines("Server and trainer disagree by", ("logprob_gap_max", "largest"), ("logprob_gap_mean", "mean")),
+        lines("Server and trainer disagree by, nats", ("logprob_gap_max", "largest"), ("logprob_gap_mean", "mean")),
     ]
 
 
 def _pass_at_1(curves: RunCurves, link: Callable[[float], str]) -> Element:
-    named = (("sampled", "temperature 1", 0), ("greedy", "greedy", 1))
+    named = (("sampled", "sampled", 0), ("greedy", "greedy", 1))
     drawn = [
         Curve(name, curves.pass_at_1(kind), slot, marks=True, interval=curves.intervals(kind))
         for kind, name, slot in named
@@ -111,7 +113,7 @@ def _seconds(steps: Sequence[StepPoint], link: Callable[[float], str]) -> Elemen
         Curve(stage, [(float(step.version), step.seconds.get(stage, 0.0)) for step in steps], slot)
         for slot, stage in enumerate(largest)
     ]
-    return stacked_plot("Seconds of a step by stage", drawn, link=link)
+    return stacked_plot("A step by stage, seconds", drawn, link=link)
 
 
 def _steps(request: ViewRequest, run_id: str, steps: Sequence[StepPoint]) -> Element:

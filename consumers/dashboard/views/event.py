@@ -49,7 +49,7 @@ def view(request: ViewRequest) -> ViewContent:
             el("dl", {"class": "facts"}, [(el("dt", name), el("dd", told)) for name, told in known]),
             more=more,
         ),
-        card("Fields", el("pre", {"tabindex": 0}, _indented(bodies[0]["body"]))),
+        card("Fields", el("pre", {"class": "tall", "tabindex": 0}, _indented(bodies[0]["body"]))),
     ]
     return ViewContent(f"{row['type']} {place}", body, note=f"run {row['run_id']}")
 

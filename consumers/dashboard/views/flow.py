@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
 from replayground.consumers.dashboard.flow import FLOW, FlowTopic
-from replayground.consumers.dashboard.frame import card, duration, empty, share, table, tiles
+from replayground.consumers.dashboard.frame import card, duration, empty, mebibytes, share, table, tiles
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.queries.flow import PARTITIONS, RATE_SECONDS, RATES
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
@@ -36,7 +36,8 @@ def view(request: ViewRequest) -> ViewContent:
     figures = _figures(request, run.run_id)
     overview = figures.overview
     resumed = f" · resumed {overview.starts}x" if overview.starts else ""
-    note = f"{run.job} · {run.kind} · seed {run.seed} · started by {run.started_by}{resumed}"
+    ended = f" · {overview.detail}" if overview.detail else ""
+    note = f"{run.job} · {run.kind} · seed {run.seed} · started by {run.started_by}{resumed}{ended}"
     body = [
         el("div", {"id": "figures", "data-live": True}, tiles(_tiles(overview))),
         _flow(figures, request.traces.follows),
@@ -93,6 +94,7 @@ def _flow(figures: _Figures, follows: bool) -> Element:
         el("div", {"class": "flow"}, stations),
         el("h3", "Beside the flow"),
         el("div", {"class": "flow beside"}, beside),
+        el("details", {"id": "partitions"}, el("summary", "By partition"), _by_partition(figures)),
         name="flow",
         more=about,
     )
@@ -107,36 +109,56 @@ def _topic(topic: FlowTopic, figures: _Figures) -> Element:
     return el(
         "div",
         {"class": f"station{' lagging' if (behind or 0) > _LAGGING else ''}", "title": about},
-        el("b", f"{sum(partitions.values()):,}"),
         el("span", {"class": "name"}, topic.topic),
-        el("span", {"class": "soft"}, f"{rate:,.1f}/s" if rate else "", _partitions(partitions, lags)),
-        el("span", {"class": "who"}, _reader(topic, behind)),
+        el("b", f"{sum(partitions.values()):,}"),
+        el("span", {"class": "soft"}, f"{rate:,.1f}/s") if rate else None,
+        _partitions(partitions, lags),
+        el("span", {"class": "who"}, _reader(topic)),
+        None if behind is None else el("span", {"class": f"lag{' some' if behind else ''}"}, f"lag {behind:,}"),
     )
 
 
-def _reader(topic: FlowTopic, behind: int | None) -> str:
-    if topic.stage is None:
-        return f"read by {', '.join(topic.readers) or 'traces alone'}"
-    return f"→ {topic.stage}" + (f" · lag {behind:,}" if behind is not None else "")
+def _reader(topic: FlowTopic) -> str:
+    """Who reads it next; the title of the station names all readers."""
+    if topic.stage is not None:
+        return f"→ {topic.stage}"
+    if not topic.readers:
+        return "→ traces alone"
+    return f"→ {topic.readers[0]}" + (f" +{len(topic.readers) - 1}" if len(topic.readers) > 1 else "")
+
+
+def _by_partition(figures: _Figures) -> Element:
+    """Events and lags of each partition as numbers, for those who cannot point at the bars."""
+    topics = {topic.topic: topic for topic in FLOW}
+    rows = [
+        [topic, topics[topic].stage or "–", partition, f"{count:,}", _lag(figures, topics[topic].stage, partition)]
+        for topic in topics
+        for partition, count in sorted(figures.events.get(topic, {}).items())
+    ]
+    if not rows:
+        return empty("No event of this run is in the store yet.")
+    return table(("topic", "stage that reads it", "partition", "events", "lag"), rows, ("partition", "events", "lag"))
+
+
+def _lag(figures: _Figures, stage: str | None, partition: int) -> str:
+    lag = figures.lags.get(stage, {}).get(partition) if stage else None
+    return "–" if lag is None else f"{lag:,}"
 
 
 def _partitions(events: Mapping[int, int], lags: Mapping[int, int]) -> Element | None:
     if len(events) < 2:
         return None
     most = max(events.values())
-    bars = [
-        el(
-            "rect",
-            {"class": f"bar {'s2' if lags.get(partition) else 's0'}", "x": 5 * place, "width": 4}
-            | {"y": round(14 - 14 * count / most, 1), "height": max(1, round(14 * count / most, 1))},
-        )
-        for place, (partition, count) in enumerate(sorted(events.items()))
-    ]
+    bars = []
+    for place, (partition, count) in enumerate(sorted(events.items())):
+        height = max(1.5, round(20 * count / most, 1))
+        look = {"class": f"bar {'s2' if lags.get(partition) else 's0'}", "x": 8 * place, "width": 6, "rx": 1}
+        bars.append(el("rect", look | {"y": 20 - height, "height": height}))
     told = "; ".join(
         f"partition {partition}: {count:,}" + (f", lag {lags[partition]:,}" if partition in lags else "")
         for partition, count in sorted(events.items())
     )
-    shape = {"class": "partitions", "viewBox": f"0 0 {5 * len(events)} 14", "role": "img", "aria-label": told}
+    shape = {"class": "partitions", "viewBox": f"0 0 {8 * len(events)} 20", "role": "img", "aria-label": told}
     return el("svg", shape, el("title", told), bars)
 
 
@@ -144,7 +166,7 @@ def _about_lags(overview: Overview, follows: bool) -> str:
     if not follows:
         return "no lags: the field is down, this is what the store has"
     if overview.state not in ("running", "lost"):
-        return f"no lags: the run is over ({overview.detail or overview.state})"
+        return "no lags: the run is over"
     return "lag = messages of all runs that a stage has yet to read" if overview.lag else "lags are not known yet"
 
 
@@ -184,7 +206,7 @@ def _programs(overview: Overview) -> Element:
         [
             program.worker,
             program.role,
-            f"{program.load.get('memory_bytes', 0.0) / 2**20:,.0f} MiB",
+            mebibytes(program.load.get("memory_bytes")),
             f"{max(0.0, (now - program.seen) / 1e6):.0f} s ago",
         ]
         for program in overview.programs

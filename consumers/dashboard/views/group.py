@@ -1,11 +1,11 @@
 """/group · the members of a group side by side: rewards, advantages, answers and last words."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import card, empty, moment, tiles
+from replayground.consumers.dashboard.frame import card, counted, empty, moment, tiles
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.plot import number
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
@@ -48,7 +48,14 @@ def view(request: ViewRequest) -> ViewContent:
         )
     trail = (("Trajectories", address(addresses.TRAJECTORIES, run.run_id, group=group_id)),)
     refresh_seconds = 3.0 if run.is_active and not groups else 0.0
-    return ViewContent(f"Group {group_id[:8]}", body, run, refresh_seconds, f"{len(played)} attempts", trail)
+    return ViewContent(f"Group {group_id[:8]}", body, run, refresh_seconds, _note(groups, played), trail)
+
+
+def _note(groups: Sequence[Mapping[str, Any]], played: Sequence[Mapping[str, Any]]) -> str:
+    told = counted(len(played), "attempt")
+    members = len(groups[0]["member_trajectories"]) if groups else 0
+    # An attempt that an infra error ended is played again, so a member may have several.
+    return f"{counted(members, 'member')}, {told}" if members else told
 
 
 def _group(run: RunState, group: Mapping[str, Any], played: Mapping[str, Mapping[str, Any]]) -> Element:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import card, duration, empty, hidden, moment
+from replayground.consumers.dashboard.frame import card, counted, duration, empty, hidden, moment
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.plot import number
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
@@ -87,13 +87,12 @@ def view(request: ViewRequest) -> ViewContent:
         el("button", "Show"),
     )
     one = weights[0]
-    size = f"{one['files']} files, {one['size_bytes'] / 2**20:,.1f} MiB"
+    size = f"{counted(one['files'], 'file')}, {one['size_bytes'] / 2**20:,.1f} MiB"
     note = f"{one['kind']} weights, {size}, published {moment(one['timestamp'])}"
     if one["copied_from_run"]:
         note += f"; a copy of v{one['copied_from_version']} of run {one['copied_from_run']}"
-    trail = (("Batches", address(addresses.BATCHES, run.run_id)),)
     body = [card("From rollouts to weights to rollouts", _graph(columns), _steps(run, version), more=form)]
-    return ViewContent(f"Lineage of v{version}", body, run, note=note, trail=trail)
+    return ViewContent(f"Lineage of v{version}", body, run, note=note)
 
 
 def _before(request: ViewRequest, run: RunState, version: int) -> list[tuple[str, list[_Node]]]:

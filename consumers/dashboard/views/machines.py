@@ -6,7 +6,7 @@ from typing import Any
 from replayground.consumers.clickhouse.query_cache import CachedQuery
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import card, duration, empty, moment, table
+from replayground.consumers.dashboard.frame import card, duration, empty, mebibytes, moment, table
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.plot import Curve, line_plot, number
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
@@ -112,39 +112,30 @@ def _workers(rows: Sequence[Mapping[str, Any]], is_active: bool) -> Element:
     if not rows:
         return empty("No program has written a heartbeat yet; each does so every few seconds.")
     now = now_microseconds()
-    columns = (
-        "worker",
-        "role",
-        "seen",
-        "memory",
-        "peak",
-        *(name.replace("_", " ") for name in _SHOWN_FIRST),
-        "other figures",
-    )
-    return table(columns, [_worker(row, is_active, now) for row in rows], columns[3:-1])
+    # A column that says nothing of anybody would only push the others out of sight.
+    first = [name for name in _SHOWN_FIRST if any(name in row["load"] for row in rows)]
+    named = (name.replace("_", " ") for name in first)
+    columns = ("worker", "role", "seen", "memory", "peak", *named, "other figures")
+    return table(columns, [_worker(row, first, is_active, now) for row in rows], columns[3:-1])
 
 
-def _worker(row: Mapping[str, Any], is_active: bool, now: int) -> list[object]:
+def _worker(row: Mapping[str, Any], shown_first: Sequence[str], is_active: bool, now: int) -> list[object]:
     load = dict(row["load"])
     is_silent = now - row["seen"] > _SILENT_MICROSECONDS
     seen = f"{duration(max(0, now - row['seen']))} ago" if is_active else moment(row["seen"])
     memory, peak = load.pop("memory_bytes", None), row["peak"]
     load.pop("memory_bytes_peak", None)
-    first = [number(load.pop(name, None)) for name in _SHOWN_FIRST]
+    first = [number(load.pop(name, None)) for name in shown_first]
     others = ", ".join(f"{name} {number(value)}" for name, value in sorted(load.items()))
     return [
         row["worker"],
         row["role"],
         el("span", {"class": "mark-word odd" if is_silent and is_active else ""}, seen),
-        _mebibytes(memory),
-        _mebibytes(peak),
+        mebibytes(memory),
+        mebibytes(peak),
         *first,
         el("span", {"class": "short", "title": others}, others or "–"),
     ]
-
-
-def _mebibytes(size: float | None) -> str:
-    return f"{size / 2**20:,.0f} MiB" if size else "–"
 
 
 def _servers(run_id: str, rows: Sequence[Mapping[str, Any]], newest: int | None) -> Element:
@@ -154,7 +145,7 @@ def _servers(run_id: str, rows: Sequence[Mapping[str, Any]], newest: int | None)
         [
             row["server"],
             el("a", {"href": address(addresses.LINEAGE, run_id, version=row["version"])}, f"v{row['version']}"),
-            "newest" if row["version"] == newest else f"newest is v{newest}",
+            _standing(row["version"], newest),
             f"{row['loads']:,}",
             f"{row['refusals']:,}",
             f"{number(row['slowest'])} s",
@@ -165,6 +156,13 @@ def _servers(run_id: str, rows: Sequence[Mapping[str, Any]], newest: int | None)
     ]
     columns = ("server", "version", "", "loads", "refusals", "slowest load", "largest probe gap", "last load")
     return table(columns, shown, ("loads", "refusals", "slowest load", "largest probe gap"))
+
+
+def _standing(version: int | None, newest: int | None) -> Element:
+    # The newest version is looked up at another moment than the servers.
+    if newest is None or (version is not None and version >= newest):
+        return el("span", {"class": "mark-word good"}, "newest")
+    return el("span", {"class": "mark-word odd"}, f"newest is v{newest}")
 
 
 def _sandboxes(rows: Sequence[Mapping[str, Any]]) -> Element:
@@ -211,4 +209,4 @@ def _plot(title: str, figure: str, rows: Sequence[Mapping[str, Any]], started_at
         Curve(role, [((row["x"] - started_at) / 6e7, row[figure]) for row in rows if row["role"] == role], slot)
         for slot, role in enumerate(roles)
     ]
-    return el("section", {"class": "card"}, line_plot(title, curves, x_label="minutes"))
+    return el("section", {"class": "card"}, line_plot(title, curves, x_label="minutes", x_is_whole=False))

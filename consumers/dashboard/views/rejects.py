@@ -8,7 +8,7 @@ import msgspec
 
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import card, empty, hidden, moment, select
+from replayground.consumers.dashboard.frame import card, counted, empty, hidden, moment, select
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.queries import operations
 from replayground.consumers.dashboard.request import ViewContent, ViewRequest
@@ -28,8 +28,10 @@ _WHERE = "({run:String} = '' OR run_id = {run:String}) AND ({stage:String} = '' 
 _LIST = f"""
 SELECT * FROM ({_NUMBERED}) WHERE {_WHERE} ORDER BY number DESC LIMIT {_ROWS + 1} OFFSET {{offset:UInt64}}
 """
+# Without numbers, so that the rejects of one run are found without those of the others.
 _STAGES = f"""
-SELECT stage, why, count() AS times FROM ({_NUMBERED}) WHERE {_WHERE} GROUP BY stage, why ORDER BY times DESC LIMIT 50
+SELECT stage, ifNull(reason, '') AS why, uniqExact(id) AS times FROM events
+WHERE topic = 'dead-letters' AND type = 'EventRejected' AND {_WHERE} GROUP BY stage, why ORDER BY times DESC LIMIT 50
 """
 _BODIES = """
 SELECT offset, body FROM payloads
@@ -175,4 +177,4 @@ def _requests(request: ViewRequest) -> Element:
     rows = operations.requests(request.store, "RedriveRequested", _REQUESTS_SHOWN)
     if not rows:
         return empty("Nothing yet.")
-    return el("div", [requested(row, f"{len(row['rejects']):,} messages") for row in rows])
+    return el("div", [requested(row, counted(len(row["rejects"]), "message")) for row in rows])

@@ -157,7 +157,7 @@ def _replays(entries: Sequence[RunEntry]) -> Element:
         ]
         for entry in found[:_REPLAYS_SHOWN]
     ]
-    return table(("replay", "state", "started by", "started", "lasted"), rows, ("lasted",))
+    return table(("replay", "state", "started by", "started", "lasted"), rows)
 
 
 def _one(request: ViewRequest, run: RunState) -> ViewContent:
@@ -185,7 +185,7 @@ def _progress(run: RunState, judged: int, total: int) -> Element:
     figures: list[tuple[str, object]] = [
         ("attempts judged", done),
         ("state", run.reason or "running"),
-        ("attempts a second", number(judged / (lasted / 1e6) if lasted > 0 else None)),
+        ("attempts a second", number(judged / (lasted / 1e6) if lasted >= 1e6 else None)),
         ("lasted", duration(lasted)),
     ]
     share = (

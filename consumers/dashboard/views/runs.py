@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import card, duration, empty, hidden, moment, select, share
+from replayground.consumers.dashboard.frame import card, counted, duration, empty, hidden, moment, select, share
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.plot import Curve, line_plot
 from replayground.consumers.dashboard.queries.curves import RunCurves, curves_of
@@ -35,7 +35,7 @@ def view(request: ViewRequest) -> ViewContent:
     metric = request.choice("metric", [name for name, _ in METRICS])
     compared = _compared(request, found)
     active = sum(run.state == "running" for run in runs)
-    note = f"{len(runs):,} runs on this field, {active} of them running"
+    note = f"{counted(len(runs), 'run')} on this field, {active} of them running"
     body = [_plots(request, runs, compared, metric), _list(request, found, compared, metric)]
     return ViewContent("Runs", body, refresh_seconds=2.0 if active else 10.0, note=note)
 

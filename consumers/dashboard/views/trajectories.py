@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import card, empty, hidden, moment, select
+from replayground.consumers.dashboard.frame import card, counted, empty, hidden, moment, select, table
 from replayground.consumers.dashboard.markup import Element, el
 from replayground.consumers.dashboard.plot import Bar, bar_plot, number
 from replayground.consumers.dashboard.queries.trajectories import (
@@ -45,7 +45,12 @@ def view(request: ViewRequest) -> ViewContent:
     found = find_trajectories(request.traces.answers, asked, page)
     body = [
         _filters(asked, sessions_of(request.traces.answers, run.run_id)),
-        card("Rewards", _histogram(asked, found), name="rewards"),
+        el(
+            "div",
+            {"class": "grid"},
+            card("Rewards", _histogram(asked, found), name="rewards"),
+            card("Outcomes", _outcomes(asked, found), name="outcomes"),
+        ),
         card("Newest first", _list(asked, found, page), name="list"),
     ]
     is_live = run.is_active and page == 0 and not asked.text
@@ -53,7 +58,15 @@ def view(request: ViewRequest) -> ViewContent:
 
 
 def _note(asked: TrajectoryFilter, found: FoundTrajectories) -> str:
-    told = f"{found.attempts:,} judged attempts"
+    low, high = asked.low, asked.high
+    chosen = sum(
+        attempts
+        for reward, attempts in found.rewards
+        if (low is None or reward >= low) and (high is None or reward <= high)
+    )
+    told = f"{counted(found.attempts, 'judged attempt')}"
+    if low is not None or high is not None:
+        told = f"{chosen:,} of {told} by reward"
     if asked.step is not None:
         told += f", the rollouts from which version {asked.step} was made"
     if asked.group_id:
@@ -117,10 +130,31 @@ def _histogram(asked: TrajectoryFilter, found: FoundTrajectories) -> Element:
         bars.append(Bar(name, attempts, target, chosen))
     if not bars:
         return empty("Nothing was judged yet that these filters let through.")
-    return el("div", {"class": "histogram"}, bar_plot("Attempts by reward", bars))
+    return el("div", {"class": "histogram"}, bar_plot("Attempts by reward", bars, "reward"))
 
 
 _ROUNDING = 0.005
+
+
+def _outcomes(asked: TrajectoryFilter, found: FoundTrajectories) -> Element:
+    """How many passed, failed and were excluded, each a filter."""
+    if not found.attempts:
+        return empty("Nothing was judged yet that these filters let through.")
+    counts = {
+        "passed": found.passed,
+        "failed": found.attempts - found.passed - found.excluded,
+        "excluded": found.excluded,
+    }
+    rows = [
+        [
+            el("span", el("span", {"class": f"dot {name}"}), name),
+            el("a", {"href": _query(asked, outcome="" if asked.outcome == name else name)}, f"{count:,}"),
+            f"{count / found.attempts:.1%}",
+            el("progress", {"class": name, "max": found.attempts, "value": count, "aria-label": f"share {name}"}),
+        ]
+        for name, count in counts.items()
+    ]
+    return table(("outcome", "attempts", "share", ""), rows, ("attempts", "share"))
 
 
 def ranges(rewards: Sequence[tuple[float, int]]) -> list[tuple[float, float, int]]:
@@ -177,7 +211,7 @@ def _row(run_id: str, row: Mapping[str, Any]) -> Element:
             el("a", {"href": group, "class": "soft"}, "group"),
         ),
         el("td", {"class": "number"}, number(row["reward"])),
-        el("td", el("span", {"class": "short"}, row.get("prompt") or "")),
+        el("td", el("span", {"class": "short task"}, row.get("prompt") or "")),
         el("td", el("span", {"class": "short answer"}, row.get("answer") or "")),
         el("td", {"class": "number"}, row.get("turns", "–")),
         el("td", {"class": "number"}, version),

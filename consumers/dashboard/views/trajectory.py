@@ -10,9 +10,9 @@ import msgspec
 
 from replayground.consumers.dashboard import addresses
 from replayground.consumers.dashboard.addresses import address
-from replayground.consumers.dashboard.frame import card, duration, empty, hidden, moment
+from replayground.consumers.dashboard.frame import card, counted, duration, empty, hidden, moment
 from replayground.consumers.dashboard.markup import Element, el
-from replayground.consumers.dashboard.plot import number
+from replayground.consumers.dashboard.plot import Span, number, span_plot
 from replayground.consumers.dashboard.queries.trajectory import (
     MESSAGES,
     TEXT_MAX,
@@ -51,7 +51,7 @@ def view(request: ViewRequest) -> ViewContent:
     ]
     is_live = run.is_active and not found.attempt["ended_by"]
     trail = (("Trajectories", address(addresses.TRAJECTORIES, run.run_id)),)
-    return ViewContent(f"Trajectory {trajectory_id[:8]}", body, run, 2.0 if is_live else 0.0, _note(found), trail)
+    return ViewContent(f"Trajectory {trajectory_id[:8]}", body, run, 1.0 if is_live else 0.0, _note(found), trail)
 
 
 def _first(request: ViewRequest, found: FoundTrajectory) -> int:
@@ -63,7 +63,7 @@ def _first(request: ViewRequest, found: FoundTrajectory) -> int:
 def _note(found: FoundTrajectory) -> str:
     attempt = found.attempt
     ended = f"ended by {attempt['ended_by']}" if attempt["ended_by"] else "still running"
-    parts = [attempt["session_id"] or attempt["purpose"] or "", ended, f"{found.messages:,} messages"]
+    parts = [attempt["session_id"] or attempt["purpose"] or "", ended, counted(found.messages, "message")]
     return " · ".join([*filter(None, parts), duration(attempt["newest"] - attempt["began"])])
 
 
@@ -145,18 +145,36 @@ def timeline(found: FoundTrajectory, messages: Sequence[Mapping[str, Any]]) -> E
     """Messages of an attempt, one below the other."""
     if not messages:
         return empty("No message of this stretch is in the store.")
-    return el("div", {"class": "timeline"}, [_message(found, message) for message in messages])
+    spans = span_plot("Where the time went", [_span(found, one) for one in messages if one["type"] in _LANES])
+    return el("div", {"class": "timeline"}, spans, [_message(found, message) for message in messages])
+
+
+_LANES = {"TurnGenerated": ("turns", 0), "ToolObserved": ("tools", 1), "AgentMessaged": ("messages", 3)}
+
+
+def _span(found: FoundTrajectory, message: Mapping[str, Any]) -> Span:
+    """These events are written when what they tell is over."""
+    lane, slot = _LANES[message["type"]]
+    end = (message["timestamp"] - found.attempt["began"]) / 1e6
+    took = (message["milliseconds"] or 0.0) / 1e3
+    told = f"{message['seq']} · {who_said(message)}: {duration(took * 1e6)} until +{duration(end * 1e6)}"
+    return Span(lane, max(0.0, end - took), end, told, 4 if message["is_error"] else slot, f"#m{message['seq']}")
 
 
 def _message(found: FoundTrajectory, message: Mapping[str, Any]) -> Element:
     kind = _KINDS.get(message["type"], "")
     return el(
         "article",
-        {"class": f"say {kind}{' wrong' if message['is_error'] else ''}", "data-row": True, "tabindex": -1},
+        {
+            "class": f"say {kind}{' wrong' if message['is_error'] else ''}",
+            "id": f"m{message['seq']}",
+            "data-row": True,
+            "tabindex": -1,
+        },
         el(
             "div",
             {"class": "who"},
-            _who(message),
+            el("b", f"{message['seq']} · {who_said(message)}"),
             _marks(message),
             _when(found, message),
             raw_link(found.run_id, message),
@@ -166,21 +184,21 @@ def _message(found: FoundTrajectory, message: Mapping[str, Any]) -> Element:
     )
 
 
-def _who(message: Mapping[str, Any]) -> Element:
+def who_said(message: Mapping[str, Any]) -> str:
+    """Who said or did it, in a few words."""
     match message["type"]:
         case "TurnGenerated":
-            told = f"turn · {message['agent']}"
+            return f"turn · {message['agent']}"
         case "ToolCalled":
-            told = f"calls {message['tool']}"
+            return f"calls {message['tool']}"
         case "ToolObserved":
-            told = f"result of {message['tool']}"
+            return f"result of {message['tool']}"
         case "AgentMessaged":
-            told = f"{message['sender']}: {message['kind']}"
+            return f"{message['sender']}: {message['kind']}"
         case "RolloutStarted":
-            told = "the attempt begins"
+            return "the attempt begins"
         case _:
-            told = f"the attempt ends: {message['ended_by']}"
-    return el("b", f"{message['seq']} · {told}")
+            return f"the attempt ends: {message['ended_by']}"
 
 
 def _marks(message: Mapping[str, Any]) -> list[Element]:

@@ -147,21 +147,21 @@ def _attempt(request: ViewRequest, queue: _Queue) -> list[Element]:
     every = address(addresses.TRAJECTORY, queue.run.run_id, id=row["id"], attempt=row["attempt"])
     more = el("a", {"href": every}, f"all {found.messages:,} messages") if found.messages > MESSAGES else None
     return [
-        card(queue.question.question, _form(request, queue, row), more=_pages(queue)),
+        card(queue.question.question, _form(request, queue, row), more=_pages(queue, request.text("given"))),
         card("Attempt", el("dl", {"class": "facts"}, shown)),
         card("What was said and done", timeline(found, messages_of(request.store, found, 0)), more=more),
     ]
 
 
-def _pages(queue: _Queue) -> Element:
+def _pages(queue: _Queue, given: str) -> Element:
     last = len(queue.rows) - 1
     many = f"{len(queue.rows)} or more" if len(queue.rows) == QUEUE else f"{len(queue.rows)}"
     return el(
         "span",
         {"class": "soft"},
-        el("a", {"rel": "prev", "href": queue.address(queue.at - 1)}, "‹ back ") if queue.at else None,
+        el("a", {"rel": "prev", "href": queue.address(queue.at - 1, given)}, "‹ back ") if queue.at else None,
         f"{queue.at + 1} of {many}",
-        el("a", {"rel": "next", "href": queue.address(queue.at + 1)}, " skip ›") if queue.at < last else None,
+        el("a", {"rel": "next", "href": queue.address(queue.at + 1, given)}, " skip ›") if queue.at < last else None,
     )
 
 
