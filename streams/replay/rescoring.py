@@ -201,7 +201,7 @@ def rescore_partitions(
         for number, opening in enumerate(openings):
             ahead = openings[number + 1 : number + 2]
 
-            def told(
+            def report_and_open(
                 partition: int,
                 state: PartitionState,
                 next_ones: list[_Opening] = ahead,
@@ -214,7 +214,7 @@ def rescore_partitions(
                     if end is not None and end - state.offset <= _READ_AHEAD:
                         one.begin_reading()
 
-            work = partial(_rescored, log, opening, told, stop)
+            work = partial(_rescored, log, opening, report_and_open, stop)
             state = while_log_is_away(work, stop, partition=opening.wanted.start.partition)
             if state is None:
                 return
