@@ -6,7 +6,7 @@ Code that appends and reads events does not notice.
 
 import io
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ from replayground.schemas.errors import BlobDamaged, Undecodable
 from replayground.schemas.events import EVENTS, Event
 from replayground.schemas.generate import NAMESPACE, schema_of
 from replayground.schemas.registry import Registry
-from replayground.schemas.topics import TOPIC_BY_EVENT, TOPICS
+from replayground.schemas.topics import TOPIC_BY_EVENT, TOPIC_BY_NAME, TOPICS
 
 # A quarter of what the producer accepts (message.max.bytes in streams/log/kafka.py).
 EVENT_BYTES_MAX = 256 * 1024
@@ -157,7 +157,11 @@ class Codec:
         incompatible with one that is registered.
 
         From then on events can be written, and events of the same release can be read, without a registry."""
-        for topic in TOPICS:
+        self.register(topic.name for topic in TOPICS)
+
+    def register(self, topics: Iterable[str]) -> None:
+        """The same for these topics alone, for a program that writes few of them: each schema is a request."""
+        for topic in (TOPIC_BY_NAME[name] for name in topics):
             self._spill_writers[topic.name] = _Writer(self._registry, topic.name, Spilled)
             for event_class in topic.events:
                 self._writers[event_class] = _Writer(self._registry, topic.name, event_class)

@@ -105,7 +105,7 @@ def _consumer_settings(connection: Connection, refusals: AuthenticationFailures,
         "fetch.queue.backoff.ms": 10,
         # one fetch may exceed the second bound, and by as much as it was compressed: so it is kept small
         "fetch.message.max.bytes": 256 * 1024,
-        "queued.max.messages.kbytes": 32 * 1024,
+        "queued.max.messages.kbytes": 4 * 1024,
     }
 
 
@@ -545,8 +545,10 @@ class KafkaReader:
         self._refusals = AuthenticationFailures()
         settings = _consumer_settings(connection, self._refusals, group or _nameless_group(connection))
         if partitions is not None and len(partitions) == 1:
-            # one fetch brings as much as one of a topic with all its partitions: each waits for the one before
-            settings["fetch.message.max.bytes"] *= PARTITIONS
+            # half as much as a fetch of all partitions brings, since each fetch waits for the one before; and less ahead:
+            # one partition of a topic is read to the end, however long it is, and its reader is to need no memory for that
+            settings["fetch.message.max.bytes"] *= PARTITIONS // 2
+            settings |= {"queued.min.messages": 2000, "queued.max.messages.kbytes": 2 * 1024}
         # a position that is no longer on the broker means events that nobody will read: that must not pass unnoticed
         keeps_everything = all(not _forgets(topic) for topic in topics)
         self._consumer = Consumer(settings | {"auto.offset.reset": "error" if keeps_everything else "earliest"})

@@ -14,7 +14,8 @@ from replayground.schemas.ids import new_id
 from replayground.schemas.run import Run
 from replayground.streams.log.protocol import Log
 
-_EVENTS_MAX = 1000
+_EVENTS_MAX = 20
+"at once: the states in them are large, and all but the newest are for nothing"
 
 
 def newest_snapshot(log: Log, run: Run, code_version: str) -> SnapshotTaken | None:
@@ -37,15 +38,19 @@ def snapshot_to_continue(log: Log, run: Run, code_version: str) -> SnapshotTaken
 
 def _newest(log: Log, run: Run) -> SnapshotTaken | None:
     # Reads to the end: compaction removes older snapshots only after a while.
-    reader = log.reader(["snapshots"], start=run.start, run_id=run.run_id)
+    reader = log.reader(["snapshots"], start=run.start, run_id=run.run_id, partitions=[0])
     newest: SnapshotTaken | None = None
     try:
-        while not reader.caught_up():
-            for delivery in reader.poll(_EVENTS_MAX, 0.2):
+        is_behind = not reader.caught_up()
+        while is_behind:
+            deliveries = reader.poll(_EVENTS_MAX, 0.2)
+            for delivery in deliveries:
                 event = delivery.event
                 # Snapshots of all programs and runs share one partition.
                 if isinstance(event, SnapshotTaken) and _is_of(event, run):
                     newest = event
+            # The broker is asked only when there seems to be nothing more.
+            is_behind = len(deliveries) == _EVENTS_MAX or not reader.caught_up()
     finally:
         reader.close()
     return newest

@@ -39,9 +39,12 @@ killed; it repeats what it wrote since its last commit, which are fewer."""
 GROUPS_REMEMBERED = 2048
 """How many completed groups of a partition are remembered. An attempt of a worker that was taken for dead comes minutes
 after another one has filled its member: with enough of them a group would be completed twice."""
+_WRITTEN = ("rewards", "groups", "snapshots")
 _POLL_EVENTS = 50
 "few enough to stay in the processor's cache between decoding and judging: 15 % faster than with 200"
 _REPORT_SECONDS = 0.1
+_READ_AHEAD = 3000
+"trajectories before the end of a partition from which on those of the next one are fetched"
 _POLL_SECONDS = 0.2
 _COLLECTED_AT = 10_000
 "new objects between two garbage collections"
@@ -198,12 +201,20 @@ def rescore_partitions(
         for number, opening in enumerate(openings):
             ahead = openings[number + 1 : number + 2]
 
-            def told(partition: int, state: PartitionState, next_ones: list[_Opening] = ahead) -> None:
+            def report_and_open(
+                partition: int,
+                state: PartitionState,
+                next_ones: list[_Opening] = ahead,
+                wanted: PartitionRange = opening.wanted,
+            ) -> None:
                 report(partition, state)
+                end = wanted.end()
                 for one in next_ones:
                     one.begin()
+                    if end is not None and end - state.offset <= _READ_AHEAD:
+                        one.begin_reading()
 
-            work = partial(_rescored, log, opening, told, stop)
+            work = partial(_rescored, log, opening, report_and_open, stop)
             state = while_log_is_away(work, stop, partition=opening.wanted.start.partition)
             if state is None:
                 return
@@ -217,8 +228,8 @@ def rescore_partitions(
 def _rescored(log: Log, opening: "_Opening", report: Report, stop: threading.Event) -> PartitionState | None:
     """One try to judge a partition, until its end or the first failure."""
     opening.begin()
-    # Meanwhile, since the first event asks the registry for all schemas.
-    log.codec.register_all()
+    # Meanwhile, or the first event would wait for the registry.
+    log.codec.register(_WRITTEN)
     opened = opening.take()
     try:
         return _PartitionWork(opened, opening.fold, opening.wanted, report, stop).go()
@@ -248,20 +259,27 @@ class _Opening:
         self._run = msgspec.structs.replace(run, program=f"replay-{wanted.start.partition}")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="open")
         self._begun: Future[_Opened] | None = None
+        self._may_read = threading.Event()
 
     def begin(self) -> None:
         """Opens it, if that has not begun."""
         if self._begun is None:
             self._begun = self._thread.submit(self._open)
 
+    def begin_reading(self) -> None:
+        """Goes on to its trajectories. Until then nothing of them is fetched, or two partitions would be in memory."""
+        self._may_read.set()
+
     def take(self) -> _Opened:
         """What was opened since `begin`. Raises what opening raises."""
         assert self._begun is not None
+        self.begin_reading()
         begun, self._begun = self._begun, None
         return begun.result()
 
     def close(self) -> None:
         """Closes what was opened and never taken."""
+        self.begin_reading()
         self._thread.shutdown()
         if self._begun is not None and self._begun.exception() is None:
             self._begun.result().close()
@@ -275,6 +293,7 @@ class _Opening:
             state = PartitionState(self.wanted.start.offset)
             if taken is not None:
                 state = msgspec.msgpack.decode(taken.state, type=PartitionState)
+            self._may_read.wait()
             start, runs = [_position(partition, state)], self.wanted.sources
             reader = self._log.reader([TOPIC], start=start, run_id=runs, partitions=[partition])
         except BaseException:

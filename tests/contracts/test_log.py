@@ -200,6 +200,32 @@ def test_a_second_holder_of_a_name_fences_the_first(opened: OpenLog, run_id: str
     assert len(seen) == 1
 
 
+def test_a_commit_that_was_started_is_on_the_log_when_it_was_waited_for(opened: OpenLog, run_id: str) -> None:
+    transactor = opened().transactor(f"writer-{run_id}")
+    for held in (2, 1):
+        for _ in range(held):
+            transactor.hold([_group_completed(run_id)])
+        transactor.start_commit()()
+    assert len(drained(opened().reader(["groups"]), run_id)) == 3
+    transactor.hold([_group_completed(run_id)])
+    transactor.start_commit()
+    transactor.hold([_group_completed(run_id)])
+    # Waits for what was started; what is only held is never written.
+    transactor.close()
+    assert len(drained(opened().reader(["groups"]), run_id)) == 4
+
+
+def test_a_started_commit_of_an_earlier_holder_is_fenced(opened: OpenLog, run_id: str) -> None:
+    first = opened().transactor(f"writer-{run_id}")
+    first.hold([_group_completed(run_id)])
+    second = opened().transactor(f"writer-{run_id}")
+    with pytest.raises(Fenced):
+        first.start_commit()()
+    second.hold([_group_completed(run_id)])
+    second.start_commit()()
+    assert len(drained(opened().reader(["groups"]), run_id)) == 1
+
+
 def test_an_event_too_large_for_the_log_is_spilled_unseen(opened: OpenLog, run_id: str) -> None:
     log = opened()
     events = rollout(0, 0, run_id=run_id)

@@ -42,6 +42,7 @@ from replayground.streams.replay.rescoring import (
     PartitionState,
     Rescoring,
     rescore_partition,
+    rescore_partitions,
 )
 from replayground.streams.replay.selection import (
     TOPIC,
@@ -382,6 +383,26 @@ def test_a_partition_is_read_from_its_start_only(log: MemoryLog) -> None:
     state = rescore_partition(REPLAY, log, Rescoring(by), wanted, lambda partition, state: None, threading.Event())
     assert state is not None
     assert (state.counts.trajectories, state.offset) == (2, end.offset)
+
+
+def test_partitions_are_judged_one_after_another_and_none_after_a_stop(log: MemoryLog) -> None:
+    by, stop = judges(), threading.Event()
+    parts = [
+        (Rescoring(by), PartitionRange(by.sources, replace(end, offset=0), partial(int, end.offset)))
+        for end in log.end_positions([TOPIC])
+    ]
+    told: list[int] = []
+    states = rescore_partitions(REPLAY, log, parts, lambda partition, state: told.append(partition), stop)
+    assert next(states).offset == next(log_end.offset for log_end in log.end_positions([TOPIC]))
+    stop.set()
+    assert list(states) == []
+    assert set(told) == {0}
+    judged = len(on(log, "rewards", REPLAY.run_id))
+    # The others go on where they were: nothing of the first partition is written again.
+    rest = rescore_partitions(REPLAY, log, parts, lambda *_: None, threading.Event())
+    assert [state.offset for state in rest] == [end.offset for end in log.end_positions([TOPIC])]
+    ids = [reward.meta.id for reward in on(log, "rewards", REPLAY.run_id)]
+    assert judged < len(ids) == len(set(ids)) == len(on(log, "rewards", RUN_ID))
 
 
 def test_attempts_that_come_after_their_group_make_no_second_one(tmp_path: Path) -> None:
