@@ -105,7 +105,7 @@ def _head(request: ViewRequest, run: RunState, found: FoundTrajectory) -> Elemen
 def _aligned(request: ViewRequest, left: FoundTrajectory, right: FoundTrajectory) -> Element:
     first = request.number("from")
     sides = [messages_of(request.store, found, first) for found in (left, right)]
-    marks = [[(message["type"], message["tool"], _said(message)) for message in side] for side in sides]
+    marks = [[(message["type"], message["tool"], _uttered(message)) for message in side] for side in sides]
     rows: list[Element] = []
     for kind, a, b, c, d in SequenceMatcher(None, marks[0], marks[1], autojunk=False).get_opcodes():
         pairs = _paired(sides[0][a:b], sides[1][c:d])
@@ -137,11 +137,11 @@ def _message(message: Mapping[str, Any] | None, differs: str) -> Element:
         "div",
         {"class": f"say {kind} {differs}"},
         el("div", {"class": "who"}, f"{message['seq']} · {who_said(message)}"),
-        el("div", {"class": "text tall"}, _said(message)[:_SHOWN_MAX]),
+        el("div", {"class": "text tall"}, _uttered(message)[:_SHOWN_MAX]),
     )
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _uttered(message: Mapping[str, Any]) -> str:
     return str(message["answer"] if message["type"] == "RolloutEnded" else message["said"])
 
 
