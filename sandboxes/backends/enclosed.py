@@ -161,8 +161,8 @@ class EnclosedBackend(abc.ABC):
         witness = self._running_witness()
         # Made first: without it nothing is started that would then run unlimited.
         cgroup = self._new_cgroup()
-        entrances = cgroup.entrances() if cgroup is not None else ()
         try:
+            entrances = entrances_of(cgroup)
             started = await self.start(self._launcher, slot, bundle, connection, complaints, entrances)
         except BaseException:
             if cgroup is not None:
@@ -222,6 +222,14 @@ class EnclosedBackend(abc.ABC):
             return None
 
 
+def entrances_of(cgroup: Cgroup | None) -> tuple[str, ...]:
+    """As `Cgroup.entrances`; none without a cgroup. Raises SandboxFailed."""
+    try:
+        return cgroup.entrances() if cgroup is not None else ()
+    except OSError as error:
+        raise SandboxFailed(f"cannot make a cgroup for the sandbox: {error}") from error
+
+
 def tools_shipped(tools: Mapping[str, Tool], apart: bool) -> dict[str, Tool]:
     """The tools of one kind of sandbox. The agent's code must not find the source and constants of tools apart."""
     return {name: tool for name, tool in tools.items() if tool.apart == apart or tool.sets_up}
@@ -275,7 +283,7 @@ class EnclosedProcesses:
     @property
     def enters_by_itself(self) -> bool:
         """Whether its first process was given a way into its cgroup."""
-        return self.cgroup is None or bool(self.cgroup.entrances())
+        return self.cgroup is None or self.cgroup.home.version == 1
 
     async def adopt(self) -> bool:
         """Move the processes that are not yet in the cgroup into it. False when there were none."""

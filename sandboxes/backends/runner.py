@@ -289,7 +289,9 @@ class Runner:
         # Zombies count against RLIMIT_NPROC, and pid 1 is the parent of every orphan.
         bury_orphans({session.pid for session in self.sessions.values()})
         session = self.sessions[name]
-        return "ok", "", 0, session.exchange(body, header["timeout_seconds"], header["answer_bytes_max"])
+        # In gVisor no process of the sandbox is ended alone when memory runs out.
+        watch = self.end_woken if self.stopped and os.getuid() != 0 else None
+        return "ok", "", 0, session.exchange(body, header["timeout_seconds"], header["answer_bytes_max"], watch)
 
     def new_session(self, name: str) -> ToolProcess:
         if not name and self.spare is not None:
@@ -329,6 +331,16 @@ class Runner:
         """Stop every process but those of this session."""
         self.stopped[self.active] = self.stop_active()
         resume(self.stopped.pop(name, set()))
+
+    def end_woken(self) -> None:
+        """End all processes of a stopped session of which one runs. The kernel, when memory runs out, may end one of them,
+        and continues those that its end leaves without a tie to their session."""
+        for name, processes in self.stopped.items():
+            if any(runs(identity) for identity in processes):
+                for identity in processes:
+                    if has_begun_at(identity):
+                        send_signal(identity[0], _signal.SIGKILL)
+                self.stopped[name] = set()
 
     def stop_active(self) -> set[Identity]:
         """Stop all processes; returns those of the active session. Only they ran, so all that are new are theirs."""
@@ -460,6 +472,23 @@ def living_processes() -> dict[Identity, bool]:
     return found
 
 
+def runs(identity: Identity) -> bool:
+    """Whether a process that was stopped is there and runs again."""
+    try:
+        return has_begun_at(identity) and not is_still(stat_fields(f"/proc/{identity[0]}/stat"))
+    # It has ended since.
+    except OSError:
+        return False
+
+
+def has_begun_at(identity: Identity) -> bool:
+    """Whether the process of this pid is still that one."""
+    try:
+        return stat_fields(f"/proc/{identity[0]}/stat")[STAT_START] == identity[1]
+    except OSError:
+        return False
+
+
 def stat_fields(path: str) -> list[bytes]:
     with open(path, "rb") as file:
         # Behind the last ")", since the name of a command may hold spaces and parentheses.
@@ -552,6 +581,8 @@ class ToolProcess:
         self.is_ready = False
         self.calls = 0
         self.connection.setblocking(False)
+        # Called every few milliseconds while a response is waited for.
+        self.watch: Callable[[], None] | None = None
         self.status: int | None = None
         self.poller = select.poll()
         # The pidfd as well: a grandchild may hold the socket open after the child's death. gVisor has no pidfd.
@@ -566,8 +597,11 @@ class ToolProcess:
         if self.pidfd >= 0:
             os.close(self.pidfd)
 
-    def exchange(self, body: bytes, timeout_seconds: float, answer_bytes_max: int) -> bytes:
+    def exchange(
+        self, body: bytes, timeout_seconds: float, answer_bytes_max: int, watch: Callable[[], None] | None = None
+    ) -> bytes:
         """Send one request and read its response. Raises ToolProcessEnded after a timeout or a death."""
+        self.watch = watch
         deadline = time.monotonic() + timeout_seconds
         self.calls += 1
         # New for each call: what agent code wrote into the socket earlier, or wherever it kept an old frame, is not it.
@@ -638,8 +672,12 @@ class ToolProcess:
         """Wait until the socket is ready. TimeoutError at the deadline, ToolProcessEnded when the child has died."""
         self.poller.register(self.connection, event)
         while (remaining := deadline - time.monotonic()) > 0:
-            patience = remaining * 1000 if self.pidfd >= 0 else min(remaining * 1000, POLL_MILLISECONDS)
+            patience = remaining * 1000
+            if self.pidfd < 0 or self.watch is not None:
+                patience = min(patience, POLL_MILLISECONDS)
             ready = dict(self.poller.poll(patience))
+            if self.watch is not None:
+                self.watch()
             # The socket first: what a child wrote before it died is still read.
             if self.connection.fileno() in ready:
                 return
@@ -671,7 +709,7 @@ class ToolProcess:
         return True
 
 
-# Only where there is no pidfd: how often the death of the child is checked for.
+# How often it is looked whether stopped processes run, and, only where there is no pidfd, whether the child has died.
 POLL_MILLISECONDS = 10
 PATIENCE_SECONDS = 0.1
 REAP_SECONDS = 2.0

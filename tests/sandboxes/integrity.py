@@ -278,8 +278,9 @@ class Judge:
         self.figures.calls += len(observed)
         self.figures.errors.update(event.error_kind or "none" for event in observed)
         self._judge_end(events, said, seed)
-        if observed[0].content != "42":
-            self._violation(seed, f"the first observation was {observed[0].content[:200]!r}")
+        # None at all when it ended before, by an infra error.
+        if [event.content for event in observed[:1]] != ["42"]:
+            self._violation(seed, f"the first observation was {[event.content[:200] for event in observed[:1]]}")
         await self._judge_world(said, observed, seed)
 
     async def _play(self, texts: Sequence[str], seed: int) -> list[Event]:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+from msgspec import structs
 
 from replayground.sandboxes.backends import lacking, open_backend
 from replayground.sandboxes.backends.bubblewrap import BubblewrapBackend
@@ -114,6 +115,53 @@ while not os.path.exists("count"): time.sleep(0.01)
     assert await say("critic", look) == "0"
     assert int(await say("writer", look)) > 0
     assert await say("critic", look) == "0"
+
+
+HOLDS_MEMORY = """
+import os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        # In a group of its own, which the end of its parent leaves without a tie to its session.
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        n = 0
+        while True:
+            n += 1
+            with open("counted~", "w") as file: file.write(str(n))
+            os.replace("counted~", "counted")
+    held = bytearray(b"x") * (HELD << 20)
+    open("holds", "w").close()
+    while True: time.sleep(1)
+while not (os.path.exists("holds") and os.path.exists("counted")): time.sleep(0.01)
+"""
+TAKES_THE_REST = """
+import os, time
+taking = []
+for _ in range(10):
+    if (pid := os.fork()) == 0:
+        taken = bytearray(b"y") * (PART << 20)
+        time.sleep(2)
+        os._exit(0)
+    taking.append(pid)
+for pid in taking: os.waitpid(pid, 0)
+"""
+
+
+async def test_memory_that_runs_out_wakes_nobody_for_long() -> None:
+    """The kernel ends a stopped process of one agent for the memory that another takes, and so continues its children."""
+    backend = BubblewrapBackend(SHIPPED, structs.replace(LIMITS, call_timeout_seconds=60.0), first_uid=317_200)
+    if backend.isolation_notes:
+        pytest.skip("no memory of processes together is limited")
+    sandbox = await backend.open(0)
+    mebibytes = LIMITS.memory_bytes_max >> 20
+    look = "import time\nfirst = open('counted').read(); time.sleep(0.5); (int(open('counted').read()) - int(first))"
+    hold = HOLDS_MEMORY.replace("HELD", str(mebibytes // 3))
+    assert (await sandbox.call("python", {"code": hold}, "1", "writer")).content == ""
+    take = TAKES_THE_REST.replace("PART", str(mebibytes // 7))
+    assert "used more than" in (await sandbox.call("python", {"code": take}, "2", "critic")).content
+    assert (await sandbox.call("python", {"code": look}, "3", "critic")).content == "0"
+    await sandbox.close()
 
 
 WAKES_ITSELF = """
