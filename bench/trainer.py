@@ -90,12 +90,13 @@ def measure(quick: bool) -> dict[str, Figure]:
 
 
 def measure_smollm2(quick: bool) -> dict[str, Figure]:
-    """Limits as above. Takes minutes a round and 10 GB, so it is measured only when it is asked for."""
+    """Limits as above. Takes minutes a round, so it is measured only when it is asked for. One trainer after the other:
+    all at once need more than 10 GB."""
     with tempfile.TemporaryDirectory(prefix="replayground-bench-") as name:
         folder = Path(name)
         (folder / "model").mkdir()
         read_model(smollm2(), folder / "model")
-        found = _compare(folder, SENTENCES, 1 if quick else 3, 1, dict.fromkeys(_ROWS, 4))
+        found = _compare_apart(folder, SENTENCES, 1 if quick else 3, 1, dict.fromkeys(_ROWS, 4))
         return {f"smollm2_{name}": value for name, value in found.items()}
 
 
@@ -104,7 +105,7 @@ PARTS = {"stockroom": measure, "smollm2": measure_smollm2}
 
 def _compare(folder: Path, shape: BatchShape, rounds: int, warm_up: int, rows: dict[str, int]) -> dict[str, Figure]:
     tokens = _prepare(folder, shape, warm_up + rounds)
-    with _trainers(folder, rows) as trainers:
+    with _trainers(folder, {"ours": 0, **rows}) as trainers:
         for number in range(len(tokens)):
             # Every round in another order: nobody may always be the one after a heavy neighbour.
             for place in range(len(trainers)):
@@ -113,6 +114,22 @@ def _compare(folder: Path, shape: BatchShape, rounds: int, warm_up: int, rows: d
             trainer.warm_up = warm_up
             _print(trainer, tokens[warm_up:])
         return _figures(trainers, tokens[warm_up:])
+
+
+def _compare_apart(
+    folder: Path, shape: BatchShape, rounds: int, warm_up: int, rows: dict[str, int]
+) -> dict[str, Figure]:
+    """As _compare, one trainer after the other."""
+    tokens = _prepare(folder, shape, warm_up + rounds)
+    ended: list[_Trainer] = []
+    for name, count in {"ours": 0, **rows}.items():
+        with _trainers(folder, {name: count}) as (trainer,):
+            trainer.warm_up = warm_up
+            for number in range(len(tokens)):
+                trainer.step(number)
+            _print(trainer, tokens[warm_up:])
+            ended.append(trainer)
+    return _figures(ended, tokens[warm_up:])
 
 
 def _figures(trainers: Sequence[_Trainer], tokens: Sequence[int]) -> dict[str, Figure]:
@@ -173,12 +190,13 @@ def _stale(logprobs: Sequence[float], mask: bytes, draw: random.Random) -> list[
 
 @contextmanager
 def _trainers(folder: Path, rows: dict[str, int]) -> Iterator[list[_Trainer]]:
-    """Ours first. Peers are started with the libraries of the engine swift, which TRL is one of."""
+    """Those named, with the trajectories of a micro-batch. Peers are started with the libraries of the engine swift, which
+    TRL is one of."""
     libraries = swift_libraries(TrainerSettings())
     assert libraries is not None, "ms-swift is not installed: run `make setup`"
     started: list[_Trainer] = []
     try:
-        for name, count in {"ours": 0, **rows}.items():
+        for name, count in rows.items():
             started.append(_start(name, folder, count, None if name == "ours" else libraries))
             # One after another: they would slow each other, and what is measured begins later.
             started[-1].await_ready()

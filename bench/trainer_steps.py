@@ -24,7 +24,8 @@ from replayground.trainer.config import GrpoSettings, SwiftSettings, TrainerSett
 from replayground.trainer.engines.protocol import GrpoBatch
 
 STEPS_MAX = 1000
-SETTINGS = TrainerSettings(grpo=GrpoSettings(inner_steps=1, learning_rate=1e-5))
+# Gradients are not clipped: their norms are compared.
+SETTINGS = TrainerSettings(grpo=GrpoSettings(inner_steps=1, learning_rate=1e-5, gradient_clip=1e6))
 
 
 class Taken(Struct, frozen=True):
@@ -221,7 +222,6 @@ def _train(trainer: Any, steps: Steps, feed: Any) -> None:
             feed(batch)
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # Already clipped: small norms are what they were.
             squares = [float(p.grad.square().sum()) for p in trainer.model.parameters() if p.grad is not None]
             self.norm = sum(squares) ** 0.5
 
