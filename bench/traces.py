@@ -10,9 +10,12 @@ views_…, pages_…    every view of SQL about one run (its first hundred rows,
                     page as whole HTML, as after new rows of the run, in stores of 10^5, 10^6 (and 10^7) events of runs alike:
                     95th percentile over rounds of the slowest, and how the one that grows most grows within a round.
                     Processor milliseconds, with one thread for a question: what it takes on a core that is free; and elapsed
+hostile_…           longest seconds of GET /api/overview while twenty statements without bound are sent to POST /api/sql at once,
+                    until all of them have ended; beside what it takes alone
 stored_to_log       bytes on disk of an event, merged, beside those of its message on the log (compressed, as produced)
 """
 
+import gc
 import io
 import itertools
 import math
@@ -65,6 +68,7 @@ from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.registry import ConfluentRegistry
 from replayground.schemas.topics import TOPICS
 from replayground.streams.log.kafka import KafkaLog
+from tests.consumers.sql_attacks import WITHOUT_BOUND
 from tests.consumers.synthetic_run import FIELD_RUN, SyntheticRun, run_of
 
 _BATCH_ROWS = TracesSettings().batch_rows_max
@@ -87,7 +91,7 @@ def measure(quick: bool) -> dict[str, Figure]:
     """Limits: sink_to_bare at least 0.7, visible_seconds at most 2, views at 10^6 events at most 300 ms, and growth of
     those of one run from 10^6 to 10^7 at most 2."""
     figures: dict[str, Figure] = {}
-    for name in ("sink", "visible", "views"):
+    for name in ("sink", "visible", "hostile", "views"):
         figures |= PARTS[name](quick)
     return figures
 
@@ -103,6 +107,12 @@ def _of_visible(quick: bool) -> dict[str, Figure]:
         return _visible(log, f"chdb://{folder}/store", seconds=5 if quick else 20)
 
 
+def _of_hostile(quick: bool) -> dict[str, Figure]:
+    with tempfile.TemporaryDirectory(prefix="replayground-bench-") as folder, _log(Path(folder)) as (_, log):
+        _fill(log, steps=100)
+        return _hostile(log, f"chdb://{folder}/store", rounds=1 if quick else 3)
+
+
 def _of_views(sizes: Sequence[int], rounds: int, quick: bool) -> dict[str, Figure]:
     # In a folder that stays when TRACES_BENCH_FOLDER names one: a part that was interrupted goes on.
     kept = os.environ.get("TRACES_BENCH_FOLDER")
@@ -114,9 +124,10 @@ def _of_views(sizes: Sequence[int], rounds: int, quick: bool) -> dict[str, Figur
 PARTS: dict[str, Callable[[bool], dict[str, Figure]]] = {
     "sink": _of_sink,
     "visible": _of_visible,
-    "views": partial(_of_views, (100_000, 1_000_000), 20),
+    "hostile": _of_hostile,
+    "views": partial(_of_views, (100_000, 1_000_000), 10),
     # Half an hour and more, and 5 GB of disk: not part of `measure`. Writes the plot and docs/bench_traces.md.
-    "views_10m": partial(_of_views, (100_000, 1_000_000, 10_000_000), 20),
+    "views_10m": partial(_of_views, (100_000, 1_000_000, 10_000_000), 10),
 }
 "each can be measured alone: `python -m bench traces:sink`"
 
@@ -134,10 +145,14 @@ def _fill(log: KafkaLog, steps: int) -> int:
 def _sink(addresses: LogAddresses, log: KafkaLog, dsn: str, events: int, rounds: int) -> dict[str, Figure]:
     found: list[tuple[float, float]] = []
     rows = [delivery_row(delivery) for delivery in _deliveries(log)]
-    for number in range(rounds):
+    prepared = [_columns_of(rows[at : at + _BATCH_ROWS]) for at in range(0, len(rows), _BATCH_ROWS)]
+    # The rows of the bench itself: each collection of garbage would walk through all of them.
+    gc.collect()
+    gc.freeze()
+    # The first round is not counted: whoever comes first in it loads what both need.
+    for number in range(rounds + 1):
         # Each database is new: both write into empty tables.
         bare_store, sink_store = (Store(dsn, f"{name}_{number}", threads=1) for name in ("bare", "sink"))
-        prepared = [_columns_of(rows[at : at + _BATCH_ROWS]) for at in range(0, len(rows), _BATCH_ROWS)]
         sides: list[tuple[str, Callable[[], float]]] = [
             ("bare", partial(_bare_seconds, addresses, bare_store, prepared, events)),
             ("sink", partial(_sink_seconds, log, sink_store)),
@@ -145,7 +160,8 @@ def _sink(addresses: LogAddresses, log: KafkaLog, dsn: str, events: int, rounds:
         # Every other round in reverse order: neither side may always find the machine warm.
         seconds = {name: side() for name, side in (sides if number % 2 == 0 else reversed(sides))}
         assert sink_store.checksums()["events"][0] == bare_store.checksums()["events"][0] == events
-        found.append((seconds["bare"], seconds["sink"]))
+        if number > 0:
+            found.append((seconds["bare"], seconds["sink"]))
         print(f"  {seconds}", file=sys.stderr, flush=True)
         figures = _sizes(sink_store, log, events)
         bare_store.close()
@@ -166,7 +182,9 @@ def _deliveries(log: KafkaLog) -> Iterator[Any]:
 
 def _sink_seconds(log: KafkaLog, store: Store) -> float:
     """Processor seconds of the traces program's writer, from an empty store to one that has everything."""
-    writer, stop = TraceWriter(log, store, FIELD_RUN, TracesSettings(), ProgramMetrics()), threading.Event()
+    # So long that batches are full, as those of the bare part, also on a machine that is busy with other work.
+    settings = TracesSettings(flush_seconds=5.0)
+    writer, stop = TraceWriter(log, store, FIELD_RUN, settings, ProgramMetrics()), threading.Event()
     thread = threading.Thread(target=writer.write_until, args=(stop,))
     began = time.process_time()
     thread.start()
@@ -294,12 +312,12 @@ def _sizes(store: Store, log: KafkaLog, events: int) -> dict[str, Figure]:
     }
 
 
-def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
-    """Seconds until an event can be queried, and until it is on the page, at a thousand a second."""
-    store = Store(dsn, "visible", threads=1)
+@contextmanager
+def _served(log: KafkaLog, store: Store, dsn: str) -> Iterator[str]:
+    """The traces program in this process, caught up; yields the address of its page."""
     writer, stop = TraceWriter(log, store, FIELD_RUN, TracesSettings(), ProgramMetrics()), threading.Event()
     lag = LagWatch(log, ProgramMetrics())
-    settings = TracesSettings(port=_free_port())
+    settings = TracesSettings(dsn=dsn, database=_VISIBLE, port=_free_port(), sql_seconds_max=5.0)
     web = WebServer(store, settings, LogSource(log, lag, writer, OperationsWriter(log)))
     thread = threading.Thread(target=writer.write_until, args=(stop,))
     thread.start()
@@ -307,7 +325,61 @@ def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
     web.start()
     while not writer.await_caught_up(60.0):
         pass
-    look = _Look(f"http://127.0.0.1:{settings.port}")
+    try:
+        yield f"http://127.0.0.1:{settings.port}"
+    finally:
+        stop.set()
+        thread.join()
+        web.stop()
+        lag.stop()
+        store.close()
+
+
+def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
+    """Seconds until an event can be queried, and until it is on the page, at a thousand a second."""
+    store = Store(dsn, _VISIBLE, threads=1)
+    with _served(log, store, dsn) as address:
+        return _visible_at(address, log, store, seconds)
+
+
+def _hostile(log: KafkaLog, dsn: str, rounds: int) -> dict[str, Figure]:
+    """Seconds of the page's overview while statements without bound are asked, the longest of each round."""
+    store = Store(dsn, _VISIBLE, threads=1)
+    with _served(log, store, dsn) as address:
+        alone = [_overview_seconds(address) for _ in range(20)]
+        longest: list[float] = []
+        for _ in range(rounds):
+            asked = [threading.Thread(target=_ask, args=(address, WITHOUT_BOUND[n % 6])) for n in range(20)]
+            for thread in asked:
+                thread.start()
+            seconds = [_overview_seconds(address)]
+            while any(thread.is_alive() for thread in asked):
+                seconds.append(_overview_seconds(address))
+                time.sleep(0.1)
+            longest.append(max(seconds))
+            print(f"  {len(seconds)} times: longest {max(seconds):.2f} s", file=sys.stderr, flush=True)
+    return {"overview_seconds": figure(alone), "hostile_overview_seconds_longest": figure(longest)}
+
+
+def _overview_seconds(address: str) -> float:
+    began = time.perf_counter()
+    with urllib.request.urlopen(f"{address}/api/overview", timeout=120) as response:
+        assert response.read()
+    return time.perf_counter() - began
+
+
+def _ask(address: str, statement: str) -> None:
+    body = msgspec.json.encode({"sql": statement})
+    request = urllib.request.Request(f"{address}/api/sql", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as response:
+            raise AssertionError(f"it was answered: {response.read()[:200]!r}")
+    except urllib.error.HTTPError as refused:
+        refused.close()
+
+
+def _visible_at(address: str, log: KafkaLog, store: Store, seconds: int) -> dict[str, Figure]:
+    look = _Look(address)
     look.start()
     waits: list[float] = []
     began = time.perf_counter()
@@ -326,11 +398,6 @@ def _visible(log: KafkaLog, dsn: str, seconds: int) -> dict[str, Figure]:
         time.sleep(0.1)
     log.flush()
     look.stop()
-    stop.set()
-    thread.join()
-    web.stop()
-    lag.stop()
-    store.close()
     print(f"  {appended:,} events in {seconds} s, {len(look.waits)} looks at the page", file=sys.stderr, flush=True)
     return {
         "visible_seconds_p95": figure([_percentile(waits)]),

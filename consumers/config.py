@@ -105,7 +105,7 @@ class TracesSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batch_bytes_max: int = 16 * 1024 * 1024
     "a batch of rows of this size is inserted at once; with batch_rows_max it bounds the memory of the program"
     flush_seconds: float = 1.0
-    "a row waits no longer than this for others to be inserted with"
+    "a row waits no longer than this for others to be inserted with, half of it once there are 200"
     sql_seconds_max: float = 20.0
     "time limit of a SQL statement of a user"
     sql_rows_max: int = 10_000

@@ -37,6 +37,7 @@ from replayground.streams.rules.dead_letter import rejection
 from replayground.streams.rules.runs import fold, may_read
 
 _STAGE = "traces"
+_MANY_EVENTS = 200
 _REST_SECONDS = 0.1
 _POLL_EVENTS_MAX = 250
 """Deliveries decoded by one poll. The bytes of a batch are known only afterwards, and a spilled event is far larger
@@ -210,7 +211,8 @@ class TraceWriter:
         from."""
         rows: list[Row] = []
         events = bytes_gathered = 0
-        flush_at = time.monotonic() + self._settings.flush_seconds
+        half_seconds = self._settings.flush_seconds / 2
+        flush_at = time.monotonic() + 2 * half_seconds
         while not stop.is_set() and bytes_gathered < self._settings.batch_bytes_max:
             patience_seconds = flush_at - time.monotonic()
             room = min(_POLL_EVENTS_MAX, self._settings.batch_rows_max - events)
@@ -222,8 +224,11 @@ class TraceWriter:
             events += len(deliveries)
             bytes_gathered += sum(len(row["body"]) for row in new)
             if len(deliveries) < room:
+                # An insert costs about the same for one row and for some hundreds: so many wait for half the time.
+                if events >= _MANY_EVENTS:
+                    flush_at, half_seconds = flush_at - half_seconds, 0.0
                 # Messages arrive one by one: polled ten times a second instead, they cost a tenth of the CPU time.
-                stop.wait(min(_REST_SECONDS, patience_seconds))
+                stop.wait(max(0.0, min(_REST_SECONDS, flush_at - time.monotonic())))
         return rows, events
 
     def _is_new(self, delivery: Delivery) -> bool:

@@ -10,10 +10,12 @@ A trajectory of several contexts (several agents, or one agent whose context was
 each context: no agent attends to what another one read. All of them have the trajectory's advantage.
 """
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import numpy
@@ -29,6 +31,7 @@ UNVERSIONED = -(2**31)
 "Version of a token that no versioned policy sampled. Below every real version, and never equal to one."
 # Rows of one attention call. More rows mean more padding, fewer mean more calls.
 _ROWS_PER_BUCKET = 8
+_HOST = torch.device("cpu")
 
 
 class RefusedTrajectory(ReplaygroundError):
@@ -78,6 +81,10 @@ class MicroBatch:
     "weight of each sampled token in the loss of the step, [sampled]"
     temperature: Tensor | None = None
     "that each token was sampled at, [sampled]; None = 1, all of them"
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in dataclasses.fields(self)}
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -159,14 +166,15 @@ def training_batch(
     aggregation: str = "token_mean",
     length_constant: int = 512,
     refused: Iterable[str] = (),
+    device: torch.device = _HOST,
 ) -> TrainingBatch:
-    """Episodes in micro-batches of at most so many distinct tokens. The split changes only rounding."""
+    """Episodes in micro-batches of at most so many distinct tokens, on a device. The split changes only rounding."""
     ordered = in_order(episodes)
     # Over the whole batch, before it is split: the losses of the micro-batches then add up to that of the step.
     shares = _shares(ordered, aggregation, length_constant)
     micro_batches: list[MicroBatch] = []
     for start, end in _cuts(ordered, micro_batch_tokens_max):
-        micro_batches.append(micro_batch(ordered[start:end], shares[start:end]))
+        micro_batches.append(micro_batch(ordered[start:end], shares[start:end]).to(device))
     return TrainingBatch(tuple(ordered), tuple(micro_batches), tuple(refused))
 
 
@@ -203,6 +211,13 @@ def micro_batch(episodes: Sequence[Episode], shares: Sequence[Tensor]) -> MicroB
         share=torch.cat(list(shares)),
         temperature=_sampled_at(episodes, chosen),
     )
+
+
+def _moved(value: object, device: torch.device) -> object:
+    """A tensor, a tuple of them or None on a device."""
+    if isinstance(value, tuple):
+        return tuple(tensor.to(device) for tensor in value)
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _refuse(event: TrajectoryAssembled, reason: str) -> NDArray[numpy.int32]:

@@ -53,7 +53,8 @@ def restore_optimizer(
     for name, state in states.items():
         _require_fit(name, parameters[name], state)
         # Copies: a loaded tensor is a view of the file with any alignment, and results of products may depend on that.
-        optimizer.state[parameters[name]] = {key: value.clone() for key, value in state.items()}
+        device = parameters[name].device
+        optimizer.state[parameters[name]] = {key: value.clone().to(device) for key, value in state.items()}
 
 
 def _require_fit(name: str, parameter: Tensor, state: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ from msgspec import Struct, field
 
 LossMode = Literal["decoupled", "bypass", "probability", "gspo", "cispo", "icepop", "m2po"]
 EngineName = Literal["torch", "swift"]
+Precision = Literal["float32", "bfloat16"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant_length"]
 
 
@@ -191,6 +192,11 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     "adapters instead of full weights"
     swift: SwiftSettings = field(default_factory=SwiftSettings)
     "the second engine"
+    device: str = "cpu"
+    "where the engine torch computes: cpu, cuda, cuda:1 …"
+    precision: Precision = "float32"
+    """of the engine torch's matrix products. bfloat16 is for devices that are good at it; weights, the optimizer and
+    log-probabilities are float32 all the same"""
     gradient_checkpointing: bool = False
     "layers of a Llama are computed again for the gradient instead of being kept: less memory, about a third more time"
     threads: int = 1

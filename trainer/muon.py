@@ -22,7 +22,7 @@ class Muon:
         self._groups: dict[torch.Size, list[Tensor]] = {}
         for parameter in parameters:
             self._groups.setdefault(parameter.shape, []).append(parameter)
-        self._buffers = {shape: torch.zeros(len(group), *shape) for shape, group in self._groups.items()}
+        self._buffers = {shape: group[0].new_zeros(len(group), *shape) for shape, group in self._groups.items()}
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

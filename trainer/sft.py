@@ -108,7 +108,7 @@ class _FineTuning:
         """So many steps, with learning rates that rise and fall once. Raises LossNotFinite."""
         settings = replace(self._settings, steps=steps)
         for step, chosen in enumerate(draws(len(self._episodes), settings, seed)):
-            batch = training_batch([self._episodes[index] for index in chosen], _TOKENS_MAX)
+            batch = training_batch([self._episodes[index] for index in chosen], _TOKENS_MAX, device=self._model.device)
             self._losses.append(_gradients(self._model, batch))
             self._apply(step, settings)
             self._tokens += batch.tokens_sampled
@@ -144,7 +144,7 @@ def copy_accuracy(model: Model, episodes: Sequence[Episode]) -> float:
     for start in range(0, len(episodes), _CHECKED_TOGETHER):
         chosen = in_order(episodes[start : start + _CHECKED_TOGETHER])
         # In the order of the episodes, as the micro-batches have them.
-        micros = training_batch(chosen, _TOKENS_MAX).micro_batches
+        micros = training_batch(chosen, _TOKENS_MAX, device=model.device).micro_batches
         right = torch.cat([model.logits(micro).argmax(-1) == micro.targets for micro in micros]).tolist()
         for episode in chosen:
             places = numpy.flatnonzero(episode.sampled).tolist()

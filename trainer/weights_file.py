@@ -69,5 +69,5 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, without a copy where it is contiguous."""
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    """The bytes of a tensor, without a copy where it is contiguous and in the memory of this process."""
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

@@ -41,10 +41,11 @@ _DECISIONS = {
     "verdicts": "/verdicts?annotator=ada",
     "replay": "/replay",
     "alerts": "/alerts",
-    "machines": "/machines",
 }
 """those that show something only where people have decided something: of a page that was prepared"""
 _DARK = frozenset({"curves", "alerts"})
+_ALERTS_MILLISECONDS_MAX = 600_000
+"until those of the page that is photographed have been asked"
 
 
 def take(
@@ -87,7 +88,11 @@ def photograph_page(page_url: str, run_id: str, replay: str, folder: Path) -> No
     folder.mkdir(parents=True, exist_ok=True)
     with _browser() as browser:
         page = browser.new_page(viewport=_SIZE)
-        views(page, page_url, run_id, folder, VIEWS | _DECISIONS)
+        views(page, page_url, run_id, folder, VIEWS)
+        _one_trajectory(page, page_url, run_id, folder)
+        page.goto(f"{page_url}/alerts")
+        page.locator("#list .mark-word.bad").first.wait_for(timeout=_ALERTS_MILLISECONDS_MAX)
+        views(page, page_url, run_id, folder, _DECISIONS)
         if replay:
             views(page, page_url, replay, folder, {"replay": "/replay"})
 
@@ -120,6 +125,15 @@ def views(page: Any, page_url: str, run_id: str, folder: Path, paths: Mapping[st
         asked = "" if path == "/" else f"{'&' if '?' in path else '?'}run={run_id}"
         page.goto(f"{page_url}{path}{asked}")
         _photograph(page, folder / f"{name}.png")
+
+
+def _one_trajectory(page: Any, page_url: str, run_id: str, folder: Path) -> None:
+    """The first of those that passed."""
+    page.emulate_media(color_scheme="light")
+    page.goto(f"{page_url}/trajectories?run={run_id}&purpose=train&outcome=passed")
+    page.locator("#list a[data-row]").first.click()
+    page.locator("#rewards").wait_for(timeout=_LOOK_MILLISECONDS_MAX)
+    _photograph(page, folder / "trajectory.png")
 
 
 def _photograph(page: Any, path: Path) -> None:

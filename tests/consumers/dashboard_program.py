@@ -1,7 +1,9 @@
 """The parts of the traces program over a log in memory with two runs and a replay on it, until standard input is closed.
 
 A process of its own, as in life, so that the page is measured without the tests beside it.
-    python -m tests.consumers.dashboard_program <folder> <port>
+    python -m tests.consumers.dashboard_program <folder> <port> [alerts]
+
+With `alerts` two are set, as the pictures of the documentation show.
 """
 
 import sys
@@ -15,9 +17,11 @@ from replayground.consumers.lag_watch import LagWatch
 from replayground.consumers.operations_log import OperationsWriter
 from replayground.schemas.blobs import Blobs
 from replayground.schemas.codec import Codec
-from replayground.schemas.events import Event, Position
+from replayground.schemas.events import Event, Meta, Position, QuerySaved
+from replayground.schemas.ids import new_id, now_microseconds
 from replayground.schemas.metrics import ProgramMetrics
 from replayground.schemas.registry import MemoryRegistry
+from replayground.schemas.run import FIELD
 from replayground.schemas.topics import TOPICS
 from replayground.streams.log.memory import MemoryLog
 from tests.consumers.believable import believable
@@ -37,6 +41,32 @@ def played(run: SyntheticRun, log: MemoryLog) -> list[Event]:
     return events
 
 
+def alerts() -> list[QuerySaved]:
+    """One that is raised, and one whose question gives no number."""
+    questions = {
+        "rejects": "SELECT count() FROM rejects",
+        "no-verdicts-today": "SELECT min(score) FROM verdicts WHERE time > now() - INTERVAL 1 DAY HAVING count() > 0",
+    }
+    return [
+        QuerySaved(
+            meta=Meta(
+                id=new_id(),
+                run_id=FIELD,
+                category="query",
+                topic="operations",
+                sender="ann",
+                timestamp=now_microseconds(),
+            ),
+            name=name,
+            use="alert",
+            sql=sql,
+            saved_by="ann",
+            every_seconds=10.0,
+        )
+        for name, sql in questions.items()
+    ]
+
+
 def main() -> None:
     folder, port = sys.argv[1], int(sys.argv[2])
     blobs = Blobs(f"file://{folder}/blobs")
@@ -48,7 +78,7 @@ def main() -> None:
     played(SyntheticRun(OLDER, evaluation_tasks=4, ended="stopped"), log)
     for event in replayed(played(SyntheticRun(RUN, evaluation_tasks=20, asks_people=True), log)):
         log.append(event)
-    for event in operations():
+    for event in [*operations(), *(alerts() if "alerts" in sys.argv[3:] else ())]:
         log.append(event)
     for event in long_attempt(RUN.run_id, blobs):
         log.append(event)

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 SNAPSHOT = "/snapshot"
 _MEBIBYTE = 1 << 20
@@ -51,9 +52,7 @@ def main() -> None:
         "environment": sorted(set(environment()) - {"PATH", "HOME", "TMPDIR", "LANG", "PWD"}),
         "folders": sorted(set(os.listdir("/")) - set(_FOLDERS)),
         "reached": can(lambda: reach(int(port))) or can(lambda: reach_abstract(name)),
-        "sockets": [
-            family for family in _FAMILIES if can(lambda family=family: socket.socket(getattr(socket, family)))
-        ],
+        "sockets": [family for family in _FAMILIES if can(partial(socket.socket, getattr(socket, family)))],
         "calls": [number for number in _SYSTEM_CALLS if ctypes.CDLL(None).syscall(number, _NEW_USER, 0, 0, 0) >= 0],
         "changed": list(changed()),
         "written": {
@@ -76,17 +75,21 @@ def changed() -> Iterator[str]:
     for folder, _, names in os.walk(SNAPSHOT):
         for path in (f"{folder}/{name}" for name in names):
             ways: tuple[Callable[[], object], ...] = (
-                lambda path=path: os.open(path, os.O_RDWR),
-                lambda path=path: os.chmod(path, 0o777),
-                lambda path=path: os.unlink(path),
-                lambda path=path: os.rename(path, path + "x"),
-                lambda path=path: os.link(path, "/tmp/linked"),
-                lambda path=path: os.truncate(path, 0),
-                lambda path=path: os.utime(path),
-                # Reopened by its descriptor, which a mount that is read-only must refuse, too.
-                lambda path=path: os.open(f"/proc/self/fd/{os.open(path, os.O_RDONLY)}", os.O_RDWR),
+                partial(os.open, path, os.O_RDWR),
+                partial(os.chmod, path, 0o777),
+                partial(os.unlink, path),
+                partial(os.rename, path, path + "x"),
+                partial(os.link, path, "/tmp/linked"),
+                partial(os.truncate, path, 0),
+                partial(os.utime, path),
+                partial(reopen, path),
             )
             yield from (path for way in ways if can(way))
+
+
+def reopen(path: str) -> None:
+    """For writing, by the descriptor of a file that was opened for reading."""
+    os.open(f"/proc/self/fd/{os.open(path, os.O_RDONLY)}", os.O_RDWR)
 
 
 def reach(port: int) -> None:

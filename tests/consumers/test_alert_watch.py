@@ -3,6 +3,7 @@
 import http.server
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,6 +119,25 @@ def test_a_restart_raises_nothing_twice_and_a_removed_alert_is_cleared(memory_lo
         assert eventually(lambda: len(changes(memory_log)) == 2, 20)
         assert watch.standings() == {}
     assert [(one.state, one.value) for one in changes(memory_log)] == [("raised", 9.0), ("cleared", None)]
+
+
+def test_what_is_removed_while_questions_rest_is_cleared_at_once(memory_log: MemoryLog) -> None:
+    """A question that took long is followed by a long rest of all questions, and of nothing else."""
+
+    class Slow(Numbers):
+        def __call__(self, sql: str) -> SqlAnswer:
+            time.sleep(2.0)  # the questions rest for 38 s
+            return super().__call__(sql)
+
+    numbers = Slow()
+    numbers.value = 9
+    memory_log.append(often(saved("busy")))
+    with watching(memory_log, numbers):
+        assert eventually(lambda: len(changes(memory_log)) == 1, 20)
+        memory_log.append(saved("busy", use="removed"))
+        assert eventually(lambda: len(changes(memory_log)) == 2, 20)
+    assert numbers.asked == 1
+    assert [one.state for one in changes(memory_log)] == ["raised", "cleared"]
 
 
 def test_what_cannot_be_asked_is_said_and_changes_nothing(memory_log: MemoryLog) -> None:

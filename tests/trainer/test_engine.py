@@ -169,6 +169,8 @@ def test_copying_is_told_from_what_only_looks_like_it() -> None:
     class Copying:
         """Gives the token that followed the same token earlier, and 0 where a digit is missed."""
 
+        device = torch.device("cpu")
+
         def __init__(self, misses: int | None) -> None:
             self.parameters: dict[str, torch.Tensor] = {}
             self.vocabulary_size = 10

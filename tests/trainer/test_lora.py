@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load, load_file, save_file
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
 from replayground.consumers.adapters import merge
@@ -28,7 +29,7 @@ from tests.trainer.field import SETTINGS, Field, everything
 
 LORA = LoraSettings(rank=4, alpha=8.0)
 RULES = GrpoSettings(learning_rate=1e-2)
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "smollm2", "qwen2", "qwen3")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -49,6 +50,9 @@ def _write_random(family: str, llama: dict[str, Any], into: Path) -> None:
 
     kept = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     shape = {name: llama[name] for name in (*kept, "vocab_size", "head_dim", "tie_word_embeddings", "eos_token_id")}
+    if family == "smollm2":
+        # A Llama with shared keys and values and another base of its rotations.
+        family, shape = "llama", shape | {"num_key_value_heads": 1, "rope_theta": 100000.0, "rms_norm_eps": 1e-5}
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, initializer_range=0.2))  # type: ignore[no-untyped-call]
     model.save_pretrained(into)
@@ -96,6 +100,57 @@ def test_an_adapter_is_trained_saved_and_merged_for_any_family(
     engine.grpo(batch)
     again.grpo(batch)
     assert again.probe(tokens) == engine.probe(tokens), "the state of the optimizer belongs to the adapter"
+
+
+def test_a_folder_has_the_logprobs_of_transformers_and_says_when_it_is_not_packed(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = TorchEngine(TrainerSettings(), 0)
+    with capture_logs() as told:
+        engine.load(files_of(folder, tmp_path / "base"), {})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    said = [line["event"] for line in told if line["event"] == "model_not_packed"]
+    assert said == ([] if model.config.model_type == "llama" else ["model_not_packed"])
+    tokens = list(unpack_tokens(batch_of(tokenizer).trajectories[5].tokens))
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(torch.tensor([tokens])).logits[0, :-1], -1)
+    expected = logprobs.gather(1, torch.tensor(tokens)[1:, None]).squeeze(1).tolist()
+    assert engine.probe(tokens) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("lora", [LoraSettings(), LORA])
+def test_bfloat16_is_for_products_alone(folder: Path, tokenizer: Tokenizer, tmp_path: Path, lora: LoraSettings) -> None:
+    """Log-probabilities and the step are those of float32 to the precision of bfloat16, and everything kept is float32."""
+    files, batch = files_of(folder, tmp_path / "base"), batch_of(tokenizer)
+    tokens = unpack_tokens(batch.trajectories[0].tokens)
+    taken: dict[str, dict[str, float]] = {}
+    probes: dict[str, list[float]] = {}
+    for precision in ("float32", "bfloat16"):
+        engine = TorchEngine(
+            TrainerSettings(lora=lora, grpo=GrpoSettings(learning_rate=1e-4), precision=precision),
+            0,
+        )
+        engine.load(files, {})
+        probes[precision] = engine.probe(tokens)
+        taken[precision] = engine.grpo(batch).metrics
+        (into := tmp_path / precision).mkdir()
+        kept = {**engine.save(into), **engine.checkpoint(into)}
+        stored = [load_file(path) for name, path in kept.items() if name.endswith(".safetensors")]
+        assert {tensor.dtype for tensors in stored for tensor in tensors.values()} == {torch.float32}
+    assert probes["bfloat16"] != probes["float32"]
+    assert probes["bfloat16"] == pytest.approx(probes["float32"], rel=0.02, abs=0.1)
+    for figure in ("loss", "gradient_norm", "entropy"):
+        assert taken["bfloat16"][figure] == pytest.approx(taken["float32"][figure], rel=0.05, abs=0.02), figure
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "nonsense"])
+def test_a_device_that_is_not_there_is_refused_in_one_line(device: str) -> None:
+    with pytest.raises(
+        BadInput, match=rf"^\[trainer\] device: torch cannot compute on '{device}' here .*; set it to cpu$"
+    ):
+        TorchEngine(TrainerSettings(device=device), 0)
 
 
 def test_peft_has_the_same_names_for_its_files(model_files: dict[str, bytes], tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def test_a_rule_that_ms_swift_has_not_is_refused(changes: dict[str, object], rea
     rules = msgspec.structs.replace(GrpoSettings(), **changes)
     assert reason in str(unsupported(TrainerSettings(grpo=rules)))
     assert unsupported(TrainerSettings()) is None
+    assert "device and precision" in str(unsupported(TrainerSettings(precision="bfloat16")))
 
 
 def test_without_ms_swift_the_engine_says_what_to_do(tmp_path: Path) -> None:

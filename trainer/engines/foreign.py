@@ -14,13 +14,25 @@ from torch.nn import functional
 
 from replayground.schemas.errors import BadInput
 from replayground.trainer.batch import MicroBatch
+from replayground.trainer.config import Precision
 from replayground.trainer.engines.lora import Adapters
+
+_HOST = torch.device("cpu")
 
 
 class ForeignModel:
     """See trainer.engines.protocol.Model. Raises BadInput when weights and config do not fit together."""
 
-    def __init__(self, config_json: bytes, weights: Mapping[str, Tensor], adapters: Adapters | None = None) -> None:
+    def __init__(
+        self,
+        config_json: bytes,
+        weights: Mapping[str, Tensor],
+        adapters: Adapters | None = None,
+        device: torch.device = _HOST,
+        precision: Precision = "float32",
+    ) -> None:
+        self.device = device
+        self._is_half = precision == "bfloat16"
         # Imported here: it takes seconds, and most runs never need it.
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,6 +54,7 @@ class ForeignModel:
                     raise BadInput(f"weights do not fit config.json: {name} has shape {tuple(given.shape)}")
                 own[name].copy_(given)
         self._model.tie_weights()
+        self._model.to(device)
         # Dropout would make the trainer's log-probabilities differ from the server's.
         self._model.eval()
         self.parameters: dict[str, Tensor] = dict(self._model.named_parameters())
@@ -67,6 +80,11 @@ class ForeignModel:
         return [name for name, tensor in self.parameters.items() if ".layers." in name and tensor.dim() == 2]
 
     def logits(self, micro: MicroBatch) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._is_half):
+            logits = self._logits(micro)
+        return logits.float() if self._is_half else logits
+
+    def _logits(self, micro: MicroBatch) -> Tensor:
         hidden: list[Tensor] = []
         for rows in micro.rows:
             # No attention mask: padding is on the right, where causal attention does not see it.

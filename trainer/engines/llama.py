@@ -15,7 +15,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from replayground.trainer.batch import MicroBatch
+from replayground.trainer.config import Precision
 from replayground.trainer.engines.lora import Adapters
+
+_HOST = torch.device("cpu")
 
 
 class LlamaShape(Struct, frozen=True, kw_only=True):
@@ -68,19 +71,25 @@ class Llama:
         parameters: Mapping[str, Tensor],
         adapters: Adapters | None = None,
         computes_again: bool = False,
+        device: torch.device = _HOST,
+        precision: Precision = "float32",
     ) -> None:
         """With adapters, those are what is trained. `computes_again`: layers are not kept for the gradient."""
+        self.device = device
+        self._is_half = precision == "bfloat16"
         self.shape = shape
         self.vocabulary_size = shape.vocabulary_size
         # Sorted copies make runs repeatable. safetensors returns names in any order, and the norm of all gradients
         # depends on the order of addition. It returns memory of any alignment, and results of products may depend on
         # that.
-        self._weights = {name: parameters[name].clone().requires_grad_(adapters is None) for name in sorted(parameters)}
+        self._weights = {
+            name: parameters[name].clone().to(device).requires_grad_(adapters is None) for name in sorted(parameters)
+        }
         self.parameters = self._weights if adapters is None else adapters.parameters
         self._adapters = adapters
         self._computes_again = computes_again
         self._frequencies = shape.rope_theta ** -(
-            torch.arange(0, shape.head_size, 2, dtype=torch.float32) / shape.head_size
+            torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
         )
 
     def hidden_weights(self) -> list[str]:
@@ -92,6 +101,12 @@ class Llama:
 
     def logits(self, micro: MicroBatch) -> Tensor:
         """The logits from which each sampled token was drawn, [sampled, vocabulary]."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._is_half):
+            logits = self._logits(micro)
+        # Sums over a vocabulary need more digits.
+        return logits.float() if self._is_half else logits
+
+    def _logits(self, micro: MicroBatch) -> Tensor:
         embeddings = self._weights["model.embed_tokens.weight"]
         stream = functional.embedding(micro.tokens, embeddings)
         angles = micro.positions[:, None].to(torch.float32) * self._frequencies
@@ -126,7 +141,7 @@ class Llama:
         # Projected and rotated once for each distinct token, then gathered into rows for attention.
         projected = self._product(normed, layer, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
         # functional.embedding is a gather whose backward pass is many times faster on CPU than that of indexing.
-        mixed = _rotate(projected, cosine, sine, heads + shared)
+        mixed = _rotate(projected.to(cosine.dtype), cosine, sine, heads + shared)
         outputs: list[Tensor] = []
         for rows in micro.rows:
             gathered = functional.embedding(rows, mixed).view(*rows.shape, -1, self.shape.head_size).transpose(1, 2)

@@ -22,13 +22,14 @@ ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 "begins every name in a file of PEFT"
 _LAYER = ".weight"
+_HOST = torch.device("cpu")
 
 
 class Adapters:
     """The trainable factors of a model, by the name of the weight that they change."""
 
-    def __init__(self, factors: Mapping[str, Tensor], scale: float) -> None:
-        self.parameters = {name: factors[name].clone().requires_grad_() for name in sorted(factors)}
+    def __init__(self, factors: Mapping[str, Tensor], scale: float, device: torch.device = _HOST) -> None:
+        self.parameters = {name: factors[name].clone().to(device).requires_grad_() for name in sorted(factors)}
         self._scale = scale
 
     def added(self, inputs: Tensor, weight: str) -> Tensor | None:
@@ -42,7 +43,11 @@ class Adapters:
 
 
 def adapters_of(
-    shapes: Mapping[str, tuple[int, ...]], files: Mapping[str, Path], settings: LoraSettings, seed: int
+    shapes: Mapping[str, tuple[int, ...]],
+    files: Mapping[str, Path],
+    settings: LoraSettings,
+    seed: int,
+    device: torch.device = _HOST,
 ) -> Adapters | None:
     """The adapters of a version; new ones when it has none; None when all weights are trained. `shapes` are those of
     the base weights. Raises BadInput when the version has others than the settings say, BlobDamaged."""
@@ -57,7 +62,7 @@ def adapters_of(
         raise BadInput(f"[trainer.lora] targets: the model has no linear layer called {', '.join(settings.targets)}")
     scale = settings.alpha / settings.rank
     if ADAPTER not in files:
-        return Adapters(_new_factors(wanted, seed), scale)
+        return Adapters(_new_factors(wanted, seed), scale, device)
     stored = StoredTensors([files[ADAPTER]])
     found = {name.removeprefix(_PREFIX): stored.shape(name) for name in stored}
     config = json.loads(files[ADAPTER_CONFIG].read_bytes())
@@ -66,7 +71,7 @@ def adapters_of(
             f"[trainer.lora] does not fit the version to begin with, which has rank {config['r']}, alpha "
             f"{config['lora_alpha']} and targets {', '.join(config['target_modules'])}"
         )
-    return Adapters({name: stored[_PREFIX + name] for name in wanted}, scale)
+    return Adapters({name: stored[_PREFIX + name] for name in wanted}, scale, device)
 
 
 def write_adapters(adapters: Adapters, settings: LoraSettings, folder: Path) -> dict[str, Path]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from replayground.schemas.errors import BadInput
@@ -91,9 +92,11 @@ class Model(Protocol):
 
     parameters: dict[str, Tensor]
     vocabulary_size: int
+    device: torch.device
+    "where parameters are, and where micro-batches must be"
 
     def hidden_weights(self) -> list[str]:
         """Names of the 2-D weights of the hidden layers."""
 
     def logits(self, micro: MicroBatch) -> Tensor:
-        """The logits from which each sampled token was drawn, [sampled, vocabulary], with gradients."""
+        """The logits from which each sampled token was drawn, [sampled, vocabulary], float32, with gradients."""

@@ -14,6 +14,8 @@ _VARIABLE = "REPLAYGROUND_SWIFT_LIBRARIES"
 
 def unsupported(settings: TrainerSettings) -> str | None:
     """Why ms-swift does not compute these settings as docs/learning.md says; None when it does."""
+    if settings.device != "cpu" or settings.precision != "float32":
+        return "device and precision are of the engine torch alone: leave them out, and use [trainer.swift] options"
     rules = settings.grpo
     if rules.mode not in LOSSES:
         return f"mode {rules.mode} is not a part of it: choose one of {', '.join(LOSSES)}"

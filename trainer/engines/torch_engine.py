@@ -1,4 +1,4 @@
-"""The engine for one machine: torch in float32, one process, the fast Llama or any model of transformers."""
+"""The engine for one machine: torch, one process and device, the fast Llama or any model of transformers."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,9 @@ class TorchEngine:
     """See trainer.engines.protocol.Engine."""
 
     def __init__(self, settings: TrainerSettings, seed: int) -> None:
+        """Raises BadInput when there is no such device."""
         self._settings = settings
+        self._device = _device(settings.device)
         self._seed = seed
         self._static: dict[str, Path] = {}
         self._loaded: tuple[Model, torch.optim.Optimizer] | None = None
@@ -82,7 +84,7 @@ class TorchEngine:
     def grpo(self, batch: GrpoBatch) -> StepReport:
         model, optimizer = self._ready()
         began = time.monotonic()
-        tensors = _tensors(batch, model.vocabulary_size, self._settings.grpo)
+        tensors = _tensors(batch, model, self._settings.grpo)
         ready = time.monotonic()
         # A batch without a usable token still makes a version: batches and versions are counted together.
         metrics = {"step_refused": 1.0}
@@ -129,7 +131,7 @@ class TorchEngine:
             logprobs=numpy.zeros(length, numpy.float32),
             versions=numpy.zeros(length, numpy.int64),
         )
-        micro = training_batch([episode], length).micro_batches[0]
+        micro = training_batch([episode], length, device=self._device).micro_batches[0]
         logprobs = torch.log_softmax(model.logits(micro), -1).gather(1, micro.targets[:, None])
         return [float(value) for value in logprobs.squeeze(1)]
 
@@ -139,14 +141,15 @@ class TorchEngine:
         # Some files have a tied head a second time. As a parameter of its own it would be trained and drift apart.
         weights = StoredTensors([files[WEIGHTS]], without=("lm_head.weight",) if shape and shape.tied else ())
         shapes = {name: weights.shape(name) for name in weights}
-        adapters = adapters_of(shapes, files, self._settings.lora, self._seed)
+        adapters = adapters_of(shapes, files, self._settings.lora, self._seed, self._device)
         if shape is None:
             _logger.info("model_not_packed", reason="no fast path for this family: rows sorted by length are padded")
-            return ForeignModel(config_json, weights, adapters), adapters
+            return ForeignModel(config_json, weights, adapters, self._device, self._settings.precision), adapters
         wanted = "model.embed_tokens.weight"
         if shapes.get(wanted) != (shape.vocabulary_size, shape.hidden):
             raise BadInput(f"{WEIGHTS} does not fit config.json: {wanted} is missing or of another shape")
-        return Llama(shape, weights, adapters, self._settings.gradient_checkpointing), adapters
+        computes_again = self._settings.gradient_checkpointing
+        return Llama(shape, weights, adapters, computes_again, self._device, self._settings.precision), adapters
 
     def close(self) -> None:
         self._loaded = self._reference = None
@@ -166,7 +169,19 @@ def _adamw(model: Model, settings: GrpoSettings) -> torch.optim.Optimizer:
     )
 
 
-def _tensors(batch: GrpoBatch, vocabulary_size: int, settings: GrpoSettings) -> TrainingBatch:
+def _device(name: str) -> torch.device:
+    """The device, when this machine has it. Raises BadInput."""
+    try:
+        device = torch.device(name)
+        # Where there is none, the first tensor says so, in a sentence that names no setting.
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadInput(f"[trainer] device: torch cannot compute on {name!r} here ({reason}); set it to cpu") from error
+    return device
+
+
+def _tensors(batch: GrpoBatch, model: Model, settings: GrpoSettings) -> TrainingBatch:
     episodes: list[Episode] = []
     refused: list[str] = []
     # A bad trajectory is left out instead of ending the trainer, which would read the same batch again for ever.
@@ -174,9 +189,10 @@ def _tensors(batch: GrpoBatch, vocabulary_size: int, settings: GrpoSettings) -> 
         batch.trajectories, batch.rewards, batch.advantages, batch.passed, strict=True
     ):
         try:
-            episodes += episodes_of(event, vocabulary_size, advantage, reward, passed)
+            episodes += episodes_of(event, model.vocabulary_size, advantage, reward, passed)
         except RefusedTrajectory as refusal:
             refused.append(str(refusal))
     return training_batch(
-        episodes, settings.micro_batch_tokens_max, settings.aggregation, settings.length_constant, refused
+        *(episodes, settings.micro_batch_tokens_max, settings.aggregation, settings.length_constant, refused),
+        device=model.device,
     )

@@ -124,7 +124,7 @@ def _reader(topic: FlowTopic) -> str:
         return f"→ {topic.stage}"
     if not topic.readers:
         return "→ traces alone"
-    return f"→ {topic.readers[0]}" + (f" + {len(topic.readers) - 1}" if len(topic.readers) > 1 else "")
+    return f"→ {topic.readers[0]}" + (f" +{len(topic.readers) - 1}" if len(topic.readers) > 1 else "")
 
 
 def _by_partition(figures: _Figures) -> Element:

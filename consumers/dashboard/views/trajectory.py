@@ -51,7 +51,7 @@ def view(request: ViewRequest) -> ViewContent:
     ]
     is_live = run.is_active and not found.attempt["ended_by"]
     trail = (("Trajectories", address(addresses.TRAJECTORIES, run.run_id)),)
-    return ViewContent(f"Trajectory {trajectory_id[:8]}", body, run, 2.0 if is_live else 0.0, _note(found), trail)
+    return ViewContent(f"Trajectory {trajectory_id[:8]}", body, run, 1.0 if is_live else 0.0, _note(found), trail)
 
 
 def _first(request: ViewRequest, found: FoundTrajectory) -> int:
