@@ -135,7 +135,7 @@ _NAMELESS = """() => [...document.querySelectorAll("a, button, summary, select, 
 def test_whatever_can_be_read_stands_out_by_light_and_dark(page: Page) -> None:
     """By WCAG's formula at least 4.5 to 1, in every view; bars and rules are no text."""
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.emulate_media(color_scheme=scheme)
         for path in VIEWS:
             page.goto(path)
             assert page.evaluate(_FAINT) == [], (path, scheme)
