@@ -48,8 +48,11 @@ def select(path: Path, statement: str, run: str | None, echo: Say) -> dict[str, 
 def lineage_of(path: Path, text: str, everything: bool, echo: Say) -> Lineage:
     """The lineage of RUN, RUN:VERSION or a trajectory. If the field is down, all of it is started."""
     with open_field(path, echo) as (_, resolved):
+        client = TracesClient(resolved.page_url)
         try:
-            return TracesClient(resolved.page_url).lineage(text, everything)
+            # A version that was published a moment ago is on the log, and in the store a moment later.
+            client.catch_up()
+            return client.lineage(text, everything)
         except OSError as error:
             raise traces_unreachable(error) from error
 

@@ -392,7 +392,20 @@ def begun(folder: Path, *arguments: str) -> "Iterator[subprocess.Popen[str]]":
     """A command that goes on beside others; it is killed at the end of the block if it has not ended."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command(*arguments), cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as own:
+
+    def hear_interrupts() -> None:
+        # A suite that a script has started in the background ignores them, and so would this command.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command(*arguments),
+        cwd=folder,
+        env=environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        preexec_fn=hear_interrupts,
+    ) as own:
         try:
             yield own
         finally:
