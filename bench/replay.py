@@ -30,7 +30,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from bench.log import _CONSUMER
 from bench.rounds import Figure, figure
-from replayground.deploy.experience.workers import Work, limit_arenas, rescore
+from replayground.deploy.experience.workers import Work, rescore
 from replayground.deploy.local.stack import LogAddresses, local_log
 from replayground.deploy.runs import end_positions
 from replayground.schemas.blobs import Blobs
@@ -291,8 +291,7 @@ def _peak_mebibytes(trajectories: int) -> float:
 
 
 def _judge_all(bootstrap_servers: str, registry_url: str, blobs_url: str) -> float:
-    """In a process of its own, as a worker's: peak memory in MiB after judging all."""
-    limit_arenas()
+    """In a process of its own: peak memory in MiB after judging all."""
     log_settings = LogSettings(bootstrap_servers=bootstrap_servers, registry_url=registry_url)
     addresses = LogAddresses(log_settings, blobs_url)
     with closing(open_log(run_on(addresses, "memory"))) as log:

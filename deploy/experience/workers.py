@@ -39,8 +39,6 @@ from replayground.streams.replay.rescoring import (
 from replayground.streams.replay.selection import TOPIC, PartitionSelection, by_partition, find_selection
 
 _PR_SET_PDEATHSIG = 1
-_M_ARENA_MAX = -8
-_ARENAS = 2
 _LOOK_SECONDS = 0.2
 _RUNS_SECONDS = 2.0
 "between two looks at whether the sources have ended"
@@ -120,18 +118,8 @@ def _follow(pipes: list[Connection], report: Callable[[Standing], None]) -> None
             report(told)
 
 
-def limit_arenas() -> None:
-    """Lets the threads of this process share heaps. With a heap for each thread, which glibc makes by itself, what one
-    thread has freed is of no use to the others, and memory grows with the length of a replay."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # Another C library has no arenas.
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, _ARENAS)
-
-
 def _serve(work: Work, partitions: Sequence[int], parent: int, pipe: Connection) -> None:
     """The whole life of a worker."""
-    limit_arenas()
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     # Ctrl-C reaches the whole group: the parent decides what follows from it.
