@@ -76,7 +76,8 @@ def bare(quick: bool) -> dict[str, Figure]:
 
 
 def processes(quick: bool) -> dict[str, Figure]:
-    trajectories, rounds = (20_000, 1) if quick else (100_000, 3)
+    # Many: starting the processes takes a second, whatever they judge.
+    trajectories, rounds = (20_000, 1) if quick else (300_000, 3)
     with _broker() as (addresses, log):
         fill(log, trajectories)
         return _by_processes(addresses, log, rounds)
